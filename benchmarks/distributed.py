@@ -130,14 +130,14 @@ def gathered_call(
     b = buffer_for(heads, blocks, 0, p, qkv.recipe)
     rows = qkv.k8.new_zeros((ranks, b.size), dtype=torch.uint8)
     for rank in range(ranks):
-        own = torch.cat([torch.arange(r.begin // p.bn, (r.begin + r.size) // p.bn) for r in cut.runs(rank)]).to(
+        own = torch.cat([torch.arange(r.begin // p.bn, (r.begin + r.size) // p.bn) for r in cut.chunks(rank)]).to(
             rows.device
         )
         row = rows[rank : rank + 1]
         k8, v8 = (x.view(torch.uint8)[:, own].flatten(2) for x in (qkv.k8, qkv.v8))
         section(row, 0, heads, blocks, b.k_block)[0] = k8
         section(row, b.v_offset, heads, blocks, b.v_block)[0] = v8
-    n = cut.chunk
+    n = cut.chunk_size
     parts = RankChunks(
         row_chunk_blocks=qkv.q8.size(1),
         row_chunk_len=qkv.M,
@@ -234,13 +234,13 @@ def attend_bf16(impl: str, q: Tensor, k: Tensor, v: Tensor, cut: Cut, causal: bo
     own[0, :, :, : k.size(2)], own[1, :, :, : k.size(2)] = k, v
     gathered = collectives.gather(own, group)
     runs = sorted(
-        (run.begin, rank, sum(r.size for r in cut.runs(rank)[:i]), run.size)
+        (run.begin, rank, sum(r.size for r in cut.chunks(rank)[:i]), run.size)
         for rank in range(cut.ranks)
-        for i, run in enumerate(cut.runs(rank))
+        for i, run in enumerate(cut.chunks(rank))
     )
     k, v = torch.cat([gathered[rank, :, :, :, at : at + size] for _, rank, at, size in runs], 3)
     outs, at = [], 0
-    for begin, size in cut.runs(group.rank()):
+    for begin, size in cut.chunks(group.rank()):
         rows = q[:, :, at : at + size]
         end = begin + size if causal else k.size(2)
         if impl == "fa3_bf16":
@@ -262,7 +262,7 @@ def attend_bf16(impl: str, q: Tensor, k: Tensor, v: Tensor, cut: Cut, causal: bo
 
 def own_error(out: Tensor, q: Tensor, k: Tensor, v: Tensor, cut: Cut, causal: bool) -> float:
     """Of the last rows of a rank, to fp64 on all keys; of the heads of one KV head."""
-    begin, size = cut.runs(dist.get_rank())[-1]
+    begin, size = cut.chunks(dist.get_rank())[-1]
     rows, heads = min(CHECKED_ROWS, size), q.size(1) // k.size(1)
     end = begin + size if causal else k.size(2)
     oracle = ha.reference.attention(q[:, :heads, -rows:], k[:, :1, :end], v[:, :1, :end], causal=causal)
@@ -298,7 +298,7 @@ def measure_cell(cell: Cell, device: torch.device, repeats: int, peer: str) -> l
         torch.randn((1, heads, cell.N, cell.D), generator=g, device=device, dtype=torch.bfloat16)
         for heads in (cell.H, cell.H_kv, cell.H_kv)
     )
-    own = [torch.cat([x[:, :, r.begin : r.begin + r.size] for r in cut.runs(rank)], 2) for x in (q, k, v)]
+    own = [torch.cat([x[:, :, r.begin : r.begin + r.size] for r in cut.chunks(rank)], 2) for x in (q, k, v)]
     equal = len(set(cut.lengths)) == 1
     w = Workload("distributed", 1, cell.H, cell.H_kv, cell.N, cell.N, cell.D, cell.causal, frozenset())
     described: Row = {"world": world, "scaling": cell.scaling}

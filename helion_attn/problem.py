@@ -548,8 +548,8 @@ class QuantizeRankArgs(NamedTuple):
 
     Attributes:
         q: and the rest, as in `QuantizeArgs`.
-        told: sampled keys of all ranks, [rows, B, H_kv, columns], as `preprocess.shared` lays them.
-        told_q: sampled rows of Q, likewise, with `recipe.equalise`; otherwise None.
+        kv_sample: sampled keys of all ranks, [rows, B, H_kv, columns], as `preprocess.shared` lays them.
+        q_sample: sampled rows of Q, likewise, with `recipe.equalise`; otherwise None.
         v_largest: [B, H_kv, D_v], the largest magnitudes of V of all ranks.
         all_keys: of all ranks.
     """
@@ -557,8 +557,8 @@ class QuantizeRankArgs(NamedTuple):
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    told: torch.Tensor
-    told_q: torch.Tensor | None
+    kv_sample: torch.Tensor
+    q_sample: torch.Tensor | None
     v_largest: torch.Tensor
     rope: RopeArgs
     packing: Packing

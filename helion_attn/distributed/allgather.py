@@ -10,7 +10,7 @@ import torch
 
 from helion_attn.distributed import collectives
 from helion_attn.distributed.buffer import buffer_for, mean_of_all, write_keys
-from helion_attn.distributed.call import Call, Part, attend, empty_outputs
+from helion_attn.distributed.call import Call, RankKV, attend, empty_outputs
 from helion_attn.problem import RankChunks
 from helion_attn.types import PackedTensors
 
@@ -23,7 +23,7 @@ def run(
     own = packed.k8.new_empty((1, b.size), dtype=torch.uint8)
     write_keys(own, b, packed)
     rows = collectives.gather(own[0], call.group)
-    part = Part(
+    part = RankKV(
         rows,
         b,
         RankChunks(**call.own_rows(), **call.keys_of_all(b)),  # type: ignore[arg-type]

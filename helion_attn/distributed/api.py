@@ -20,7 +20,7 @@ from helion_attn.distributed.call import Call
 from helion_attn.distributed.collectives import Group
 from helion_attn.distributed.cut import Cut, cut_of
 from helion_attn.distributed.packed import bounds_of_rows
-from helion_attn.distributed.prepare import all_lengths, exchanged, quantized_part
+from helion_attn.distributed.prepare import all_lengths, exchanged, quantized_rank
 from helion_attn.names import reject_unknown_kwargs
 from helion_attn.plans import log_call
 from helion_attn.problem import softmax_of
@@ -82,7 +82,7 @@ def shard(x: torch.Tensor, dim: int, group: Group = None, *, balance: Balance = 
     cut = _cut_of(x.size(dim), pg.size(), balance)
     if debugging() and pg.size() > 1:
         note_balance(pg.group_name, cut.lengths[pg.rank()], balance)
-    return torch.cat([x.narrow(dim, begin, size) for begin, size in cut.runs(pg.rank())], dim)
+    return torch.cat([x.narrow(dim, begin, size) for begin, size in cut.chunks(pg.rank())], dim)
 
 
 def positions(
@@ -137,8 +137,8 @@ def unshard(x: torch.Tensor, dim: int, group: Group = None, *, balance: Balance 
     gathered = collectives.gather(padded, pg)
     runs = []
     for rank in range(pg.size()):
-        of_rank = gathered[rank, : lengths[rank]].split([run.size for run in cut.runs(rank)])
-        runs += [(run.begin, piece) for run, piece in zip(cut.runs(rank), of_rank, strict=True)]
+        of_rank = gathered[rank, : lengths[rank]].split([run.size for run in cut.chunks(rank)])
+        runs += [(run.begin, piece) for run, piece in zip(cut.chunks(rank), of_rank, strict=True)]
     runs.sort(key=lambda run: run[0])
     return torch.cat([piece for _, piece in runs]).movedim(0, dim).contiguous()
 
@@ -291,7 +291,7 @@ def attention(
         all_keys=k_cut.total,
     )
     call.check_places(1 if strategy == "ring" else pg.size())
-    packed = quantized_part(call, q, k, v, rope, call.softmax.needs_k_mean_correction(return_lse))
+    packed = quantized_rank(call, q, k, v, rope, call.softmax.needs_k_mean_correction(return_lse))
     out, lse = STRATEGIES[strategy](call, packed)
     return (out, lse) if return_lse else out
 
@@ -410,7 +410,7 @@ def attention_varlen(
     call.check_places(pg.size())
     row_bounds, block_bounds, known = bounds_of_rows(call, cu_seqlens_q, cu_seqlens_k, causal)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    packed = quantized_part(call, q, k, v, None, call.softmax.needs_k_mean_correction(return_lse))
+    packed = quantized_rank(call, q, k, v, None, call.softmax.needs_k_mean_correction(return_lse))
     out, lse = allgather.run(call, packed, (row_bounds, block_bounds))
     nan = float("nan")
     out = torch.where(known[:, None, None], out[0], torch.full_like(out[0], nan))

@@ -71,12 +71,12 @@ class Call:
 
     def check_places(self, ranks: int) -> None:
         """Raise ValueError if a launch over the keys of so many ranks could not find them."""
-        blocks = -(-self.k_cut.chunk // self.packing.bn)
+        blocks = -(-self.k_cut.chunk_size // self.packing.bn)
         check_places(ranks * (2 if self.k_cut.zigzag else 1), blocks, self.k_cut.lengths)
 
     def own_rows(self) -> dict[str, int]:
         """Where this rank's rows lie, as `RankChunks` has it."""
-        runs = self.q_cut.runs(self.rank)
+        runs = self.q_cut.chunks(self.rank)
         n = runs[0].size
         return {
             "row_chunk_blocks": -(-n // self.packing.bm),
@@ -87,7 +87,7 @@ class Call:
 
     def keys_of_all(self, b: Buffer) -> dict[str, int | bool]:
         """Where the keys of all ranks lie in a buffer that was gathered."""
-        n, ranks, zigzag = self.k_cut.chunk, self.k_cut.ranks, self.k_cut.zigzag
+        n, ranks, zigzag = self.k_cut.chunk_size, self.k_cut.ranks, self.k_cut.zigzag
         return {
             "key_chunks": 2 * ranks if zigzag else ranks,
             "key_chunk_blocks": -(-n // self.packing.bn),
@@ -108,7 +108,7 @@ def rank_steps(b: Buffer) -> dict[str, int]:
     }
 
 
-class Part(NamedTuple):
+class RankKV(NamedTuple):
     """Keys that one launch attends to, and the rows that do.
 
     Attributes:
@@ -131,7 +131,7 @@ class Part(NamedTuple):
 def attend(
     call: Call,
     packed: PackedTensors,
-    part: Part,
+    part: RankKV,
     out: torch.Tensor,
     lse: torch.Tensor,
     bshd: bool,

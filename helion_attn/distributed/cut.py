@@ -1,4 +1,4 @@
-"""How a sequence is cut into the parts of the ranks: one run of tokens each, or for zigzag two."""
+"""How a sequence is cut into the ranks' chunks: one of contiguous tokens each, or for zigzag two."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 from helion_attn.problem import SampledTokens
 
-#: Tokens of which a part has a multiple, where there are enough: every key block and query block divides it.
+#: Tokens of which a chunk has a multiple, where there are enough: every key block and query block divides it.
 UNIT = 128
 
 #: Tokens, at most: sums of two positions fit 32 bits.
 MAX_TOKENS = 2**28
 
 
-class Run(NamedTuple):
+class Chunk(NamedTuple):
     """Tokens `begin` up to `begin + size` of the whole sequence."""
 
     begin: int
@@ -44,21 +44,21 @@ class Cut(NamedTuple):
         return len(self.lengths)
 
     @property
-    def chunk(self) -> int:
-        """Tokens of a run; the sequence's last run may have fewer."""
+    def chunk_size(self) -> int:
+        """Tokens of a chunk; the sequence's last may have fewer."""
         return _zigzag_chunk(self.total, self.ranks) if self.zigzag else self.lengths[0]
 
     @property
     def room(self) -> int:
-        """Tokens for which every rank has room: of two chunks, or of the longest part."""
-        return 2 * self.chunk if self.zigzag else max(self.lengths)
+        """Tokens for which every rank has room: of two chunks, or of the longest rank."""
+        return 2 * self.chunk_size if self.zigzag else max(self.lengths)
 
-    def runs(self, rank: int) -> tuple[Run, ...]:
-        """Return the runs of tokens that a rank holds, in its order; none is empty, but for a part that is."""
+    def chunks(self, rank: int) -> tuple[Chunk, ...]:
+        """Return a rank's chunks, in its order; none is empty, but for a rank that is."""
         if not self.zigzag:
-            return (Run(sum(self.lengths[:rank]), self.lengths[rank]),)
-        n = self.chunk
-        first, second = Run(rank * n, n), Run((2 * self.ranks - 1 - rank) * n, self.lengths[rank] - n)
+            return (Chunk(sum(self.lengths[:rank]), self.lengths[rank]),)
+        n = self.chunk_size
+        first, second = Chunk(rank * n, n), Chunk((2 * self.ranks - 1 - rank) * n, self.lengths[rank] - n)
         return (first, second) if second.size else (first,)
 
     def sample(self, rank: int, most: int) -> SampledTokens:
@@ -66,7 +66,7 @@ class Cut(NamedTuple):
         n = min(self.total, most)
         every = self.total // n
         found, offset = [], 0
-        for begin, size in self.runs(rank):
+        for begin, size in self.chunks(rank):
             i, end = -(-begin // every), min(n, -(-(begin + size) // every))
             found += [offset + i * every - begin, max(0, end - i)]
             offset += size
@@ -115,7 +115,7 @@ def _zigzag_lengths(total: int, ranks: int) -> tuple[int, ...]:
 
 
 def cut_of(total: int, ranks: int, zigzag: bool) -> Cut:
-    """How `shard` cuts `total` tokens: runs of one multiple of `UNIT`, if that leaves every rank some."""
+    """How `shard` cuts `total` tokens: chunks of one multiple of `UNIT`, if that leaves every rank some."""
     if zigzag:
         # Then the ranks' first chunks are whole.
         if total < ranks * UNIT:

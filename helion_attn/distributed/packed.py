@@ -21,7 +21,7 @@ def bounds_of_rows(
 
     The host reads nothing. Where a table descends, or leaves the range of tokens, no row is of any sequence.
     """
-    (first, M), bm = call.q_cut.runs(call.rank)[0], call.packing.bm
+    (first, M), bm = call.q_cut.chunks(call.rank)[0], call.packing.bm
     tables = ((cu_seqlens_q, call.q_cut.total), (cu_seqlens_k, call.k_cut.total))
     valid = torch.stack([(t.diff() >= 0).all() & (t[0] >= 0) & (t[-1] <= total) for t, total in tables]).all()
     # Rows beyond the last see what that sees. [M_blocks * bm]
@@ -50,7 +50,7 @@ def bounds_of_rows(
 
 def blocks_before(call: Call, positions: torch.Tensor, round_up: int) -> torch.Tensor:
     """Blocks of keys before each position, as `kernels.lib.multi_rank.blocks_before` counts them in a kernel."""
-    n, bn = call.k_cut.chunk, call.packing.bn
+    n, bn = call.k_cut.chunk_size, call.packing.bn
     part = (positions // n).clamp_max(call.k_cut.ranks - 1)
     part_blocks = -(-n // bn)
     return part * part_blocks + ((positions - part * n + round_up) // bn).clamp_max(part_blocks)

@@ -74,14 +74,14 @@ def with_positions(call: Call, rope: Rope | None, device: torch.device) -> Rope 
     def known(given: torch.Tensor | None, cut: Cut, first: int) -> torch.Tensor:
         if given is not None:
             return given
-        runs = [(first + run.begin, first + run.begin + run.size) for run in cut.runs(call.rank)]
+        runs = [(first + run.begin, first + run.begin + run.size) for run in cut.chunks(call.rank)]
         return torch.cat([torch.arange(*run, device=device) for run in runs])
 
     at = known(rope.q_positions, call.q_cut, call.more_keys), known(rope.k_positions, call.k_cut, 0)
     return unchecked_rope(rope.cos, rope.sin, rope.interleaved, *at)
 
 
-def quantized_part(
+def quantized_rank(
     call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: Rope | None, shift_lse: bool
 ) -> PackedTensors:
     """This rank's part in the packed format, BHSD, with the constants of all ranks."""
@@ -101,21 +101,21 @@ def quantized_part(
         k_sample=k_samples[call.rank],
         q_sample=q_samples[call.rank],
     )
-    told = ops.describe_part(part)
-    told_q, largest = None, told
-    if told.numel():
-        told = collectives.gather(told, call.group)
-        largest = shared.v_largest(told, call.D, call.D_v)
+    kv_sample = ops.describe_part(part)
+    q_sample, largest = None, kv_sample
+    if kv_sample.numel():
+        kv_sample = collectives.gather(kv_sample, call.group)
+        largest = shared.v_largest(kv_sample, call.D, call.D_v)
         if call.recipe.equalise:
-            told_q = shared.queries_in_order(told[:, part.k_rows : -1], q_samples)
-        told = shared.in_order(told[:, : part.k_rows], k_samples)
+            q_sample = shared.queries_in_order(kv_sample[:, part.k_rows : -1], q_samples)
+        kv_sample = shared.in_order(kv_sample[:, : part.k_rows], k_samples)
     tensors = ops.quantize_part(
         QuantizeRankArgs(
             q=q,
             k=k,
             v=v,
-            told=told,
-            told_q=told_q,
+            kv_sample=kv_sample,
+            q_sample=q_sample,
             v_largest=largest,
             rope=rotation,
             packing=call.packing,

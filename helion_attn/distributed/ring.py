@@ -15,7 +15,7 @@ import torch
 from helion_attn import ops
 from helion_attn.distributed import collectives
 from helion_attn.distributed.buffer import Buffer, buffer_for, mean_of_all, write_keys
-from helion_attn.distributed.call import Call, Part, attend, empty_outputs, rank_steps
+from helion_attn.distributed.call import Call, RankKV, attend, empty_outputs, rank_steps
 from helion_attn.distributed.cut import Cut
 from helion_attn.problem import MergeArgs, RankChunks
 from helion_attn.types import PackedTensors
@@ -23,10 +23,10 @@ from helion_attn.types import PackedTensors
 
 def sees(call: Call, source: int) -> bool:
     """Whether any of this rank's rows sees a key of rank `source`."""
-    for rows in call.q_cut.runs(call.rank):
+    for rows in call.q_cut.chunks(call.rank):
         first = rows.begin + call.more_keys
         last = first + rows.size - 1
-        for keys in call.k_cut.runs(source):
+        for keys in call.k_cut.chunks(source):
             before_right = call.softmax.right < 0 or keys.begin <= last + call.softmax.right
             after_left = call.softmax.left < 0 or keys.begin + keys.size - 1 >= first - call.softmax.left
             if before_right and after_left:
@@ -34,10 +34,10 @@ def sees(call: Call, source: int) -> bool:
     return False
 
 
-def part_of(call: Call, source: int, rows: torch.Tensor, own_mean: torch.Tensor) -> Part:
+def rank_kv_of(call: Call, source: int, rows: torch.Tensor, own_mean: torch.Tensor) -> RankKV:
     """The keys of rank `source`, whose buffer `rows` [1, size] is."""
     b = buffer_of(call)
-    runs = call.k_cut.runs(source)
+    runs = call.k_cut.chunks(source)
     first, n = runs[0]
     own_rows = call.own_rows()
     own_rows["row_first"] -= first
@@ -52,7 +52,7 @@ def part_of(call: Call, source: int, rows: torch.Tensor, own_mean: torch.Tensor)
         **rank_steps(b),
     )
     mean = mean_of_all(rows, b, Cut((call.k_cut.lengths[source],), False), own_mean)
-    return Part(rows, b, parts, runs[-1].begin + runs[-1].size - first, mean)
+    return RankKV(rows, b, parts, runs[-1].begin + runs[-1].size - first, mean)
 
 
 def buffer_of(call: Call) -> Buffer:
@@ -83,7 +83,7 @@ def run(call: Call, packed: PackedTensors) -> tuple[torch.Tensor, torch.Tensor]:
             into = received[i % 2]
             works = collectives.pass_on(held, into, call.group)
         if source in seen:
-            part = part_of(call, source, held, packed.v_mean)
+            part = rank_kv_of(call, source, held, packed.v_mean)
             if len(seen) == 1:
                 attend(call, packed, part, out, lse, call.bshd, call.softmax.sinks)
             else:

@@ -13,7 +13,7 @@ import torch
 
 from helion_attn.distributed import collectives
 from helion_attn.distributed.buffer import Buffer, aligned, as_bytes, buffer_for, mean_of_all, section
-from helion_attn.distributed.call import Call, Part, attend, empty_outputs
+from helion_attn.distributed.call import Call, RankKV, attend, empty_outputs
 from helion_attn.distributed.cut import Cut
 from helion_attn.problem import RankChunks
 from helion_attn.types import PackedTensors
@@ -141,7 +141,7 @@ def rows_back(x: torch.Tensor, cut: Cut, call: Call) -> torch.Tensor:
     if not cut.zigzag and B == 1:
         sent = flat.view(-1)
     else:
-        runs = [[flat[:, run.begin : run.begin + run.size] for run in cut.runs(rank)] for rank in range(cut.ranks)]
+        runs = [[flat[:, run.begin : run.begin + run.size] for run in cut.chunks(rank)] for rank in range(cut.ranks)]
         sent = torch.cat([torch.cat(of_rank, 1).reshape(-1) for of_rank in runs])
     rows = cut.lengths[call.rank]
     found = collectives.exchange(sent, [length * size for length in cut.lengths], [rows * size] * cut.ranks, call.group)
@@ -156,7 +156,7 @@ def run(call: Call, packed: PackedTensors) -> tuple[torch.Tensor, torch.Tensor]:
     rows = write(call, packed, s).view(-1)
     rows = collectives.exchange(rows, [b.size] * ranks, [b.size] * ranks, call.group).view(ranks, b.size)
     mine = received(call, s, rows, packed)
-    n = cut.chunk
+    n = cut.chunk_size
     parts = RankChunks(
         row_chunk_blocks=-(-n // call.packing.bm),
         row_chunk_len=n,
@@ -164,7 +164,7 @@ def run(call: Call, packed: PackedTensors) -> tuple[torch.Tensor, torch.Tensor]:
         row_step=n,
         **call.keys_of_all(b),  # type: ignore[arg-type]
     )
-    part = Part(rows, b, parts, call.k_cut.total, mean_of_all(rows, b, call.k_cut, mine.v_mean))
+    part = RankKV(rows, b, parts, call.k_cut.total, mean_of_all(rows, b, call.k_cut, mine.v_mean))
     sinks = None
     if call.softmax.sinks is not None:
         sinks = call.softmax.sinks[call.rank * s.heads : (call.rank + 1) * s.heads].contiguous()

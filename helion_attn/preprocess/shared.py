@@ -4,7 +4,7 @@ One launch attends to the keys of all ranks, so K's smoothing constant must be o
 factors of channels, for all keys and all queries that meet them; a kernel has one descale of V a head, so that must be
 one as well; and V's centre is made one, so that it comes back as that of a single process does, by rows that sum to 1.
 Any constant is exact (`sample` says why), so it need not be V's or K's mean, but it must be the same number on all
-ranks: each computes it from what all told, in the same order.
+ranks: each computes it from all samples, in the same order.
 
 A rank tells its share of the `SAMPLED_KEYS` keys, evenly spaced: rows of K, rotated, and of V, in the dtype that they
 came in. With `recipe.equalise` it tells its share of the sampled queries as well: rows of Q, rotated, a row for each
@@ -41,12 +41,12 @@ from helion_attn.problem import (
 )
 from helion_attn.types import Recipe
 
-#: Channels of a told row are padded to multiples of so many: 16 bytes of 16-bit numbers.
+#: Channels of a sampled row are padded to multiples of so many: 16 bytes of 16-bit numbers.
 CHANNELS = 8
 
 
 def _columns(D: int, D_v: int) -> tuple[int, int]:
-    """Where K and V end in a told row."""
+    """Where K and V end in a sampled row."""
     of_k = -(-D // CHANNELS) * CHANNELS
     return of_k, of_k + -(-D_v // CHANNELS) * CHANNELS
 
@@ -94,60 +94,60 @@ def _rotated(x: torch.Tensor, positions: torch.Tensor | None, of: SampledTokens,
     return rotated.permute(2, 0, 1, 3)
 
 
-def in_order(told: torch.Tensor, samples: list[SampledTokens]) -> torch.Tensor:
-    """What ranks told of their sampled tokens, [ranks, rows, ...], in the order of the sequence, [tokens, ...].
+def in_order(kv_sample: torch.Tensor, samples: list[SampledTokens]) -> torch.Tensor:
+    """The ranks' sampled tokens, [ranks, rows, ...], in the order of the sequence, [tokens, ...].
 
     Second runs are those of zigzag: they follow all first ones, the last rank's first.
     """
-    first = [rows[: of.first_count] for rows, of in zip(told, samples, strict=True)]
-    second = [rows[of.first_count : of.size] for rows, of in zip(told, samples, strict=True)]
+    first = [rows[: of.first_count] for rows, of in zip(kv_sample, samples, strict=True)]
+    second = [rows[of.first_count : of.size] for rows, of in zip(kv_sample, samples, strict=True)]
     return torch.cat([*first, *reversed(second)])
 
 
-def queries_in_order(told: torch.Tensor, samples: list[SampledTokens]) -> torch.Tensor:
-    """What ranks told of their sampled queries, [ranks, rows, ...], as `sample` reads rows of a group, [rows, ...].
+def queries_in_order(q_sample: torch.Tensor, samples: list[SampledTokens]) -> torch.Tensor:
+    """The ranks' sampled queries, [ranks, rows, ...], as `sample` reads rows of a group, [rows, ...].
 
     Every second row is a head's every second query; zeros follow an odd number of them.
     """
     queries = max(sample.size for sample in samples)
     # [queries, members, ...]
-    rows = in_order(told.unflatten(1, (queries, -1)), samples)
+    rows = in_order(q_sample.unflatten(1, (queries, -1)), samples)
     padded = torch.cat([rows, torch.zeros_like(rows[: rows.size(0) % 2])])
     return padded.unflatten(0, (-1, 2)).transpose(1, 2).flatten(0, 2)
 
 
-def v_largest(told: torch.Tensor, D: int, D_v: int) -> torch.Tensor:
-    """The largest magnitudes of V of all ranks, [B, H_kv, D_v], of what they told, [ranks, rows, B, H_kv, columns]."""
+def v_largest(kv_sample: torch.Tensor, D: int, D_v: int) -> torch.Tensor:
+    """The largest magnitudes of V of all ranks, [B, H_kv, D_v], of their samples, [ranks, rows, B, H_kv, columns]."""
     end_of_k = _columns(D, D_v)[0]
-    return told[:, -1, ..., end_of_k : end_of_k + D_v].amax(0)
+    return kv_sample[:, -1, ..., end_of_k : end_of_k + D_v].amax(0)
 
 
 def describe(a: DescribeRankArgs) -> torch.Tensor:
     """What a rank tells, of `kv_sample_shape`."""
-    told = a.q.new_zeros(kv_sample_shape(a))
+    kv_sample = a.q.new_zeros(kv_sample_shape(a))
     if not shares(a.recipe):
-        return told
+        return kv_sample
     of_k = slice(a.k.size(3))
     end_of_k = _columns(a.k.size(3), a.v.size(3))[0]
     of_v = slice(end_of_k, end_of_k + a.v.size(3))
     keys = a.k_sample.size
-    told[:keys, ..., of_k] = _rotated(a.k, a.rope.k_positions, a.k_sample, a.rope)
-    told[:keys, ..., of_v] = _sampled(a.v.permute(2, 0, 1, 3), a.k_sample)
+    kv_sample[:keys, ..., of_k] = _rotated(a.k, a.rope.k_positions, a.k_sample, a.rope)
+    kv_sample[:keys, ..., of_v] = _sampled(a.v.permute(2, 0, 1, 3), a.k_sample)
     if a.recipe.equalise:
         H_kv = a.k.size(1)
         group = a.q.size(1) // H_kv
         members = sampled_queries(group, a.packing)[1]
         # [queries, B, H_kv, members, D]
         q = _rotated(a.q, a.rope.q_positions, a.q_sample, a.rope).unflatten(2, (H_kv, group))[:, :, :, :members]
-        of_q = told[a.k_rows : -1, ..., of_k].unflatten(0, (a.q_rows, members))
+        of_q = kv_sample[a.k_rows : -1, ..., of_k].unflatten(0, (a.q_rows, members))
         of_q[: a.q_sample.size] = q.permute(0, 3, 1, 2, 4)
-    told[-1, ..., of_v] = torch.linalg.vector_norm(a.v, torch.inf, 2)
-    return told
+    kv_sample[-1, ..., of_v] = torch.linalg.vector_norm(a.v, torch.inf, 2)
+    return kv_sample
 
 
 def of_all_ranks(
-    told: torch.Tensor,
-    told_q: torch.Tensor | None,
+    kv_sample: torch.Tensor,
+    q_sample: torch.Tensor | None,
     v_largest: torch.Tensor,
     D: int,
     D_v: int,
@@ -157,12 +157,12 @@ def of_all_ranks(
     """What all ranks know of Q, K and V; the tensors are those of `QuantizeRankArgs`."""
     end_of_k = _columns(D, D_v)[0]
     # [B, H_kv, rows, columns]
-    rows = told.permute(1, 2, 0, 3)
+    rows = kv_sample.permute(1, 2, 0, 3)
     k, v = rows[..., :D], rows[..., end_of_k : end_of_k + D_v]
     # Without `recipe.equalise` no Q is read.
-    q = k if told_q is None else told_q.permute(1, 2, 0, 3)[..., :D]
+    q = k if q_sample is None else q_sample.permute(1, 2, 0, 3)[..., :D]
     source = strided_qkv(q, k, v, packing.D_pad, packing.D_v_pad)
-    unused = told.new_empty(1, dtype=torch.float32)
+    unused = kv_sample.new_empty(1, dtype=torch.float32)
     rope = rope_tables(NO_ROPE_ARGUMENTS, source.D_row, unused)
     found = sample.launch(source, no_norms(unused), rope, recipe)
     if recipe.bits[1] == 16:
@@ -182,7 +182,7 @@ def quantize(a: QuantizeRankArgs) -> tuple[torch.Tensor, ...]:
     unused = a.q.new_empty(1, dtype=torch.float32)
     norms, rope = no_norms(unused), rope_tables(a.rope, source.D_row, unused)
     if shares(a.recipe):
-        known = of_all_ranks(a.told, a.told_q, a.v_largest, source.D, source.D_v, a.packing, a.recipe)
+        known = of_all_ranks(a.kv_sample, a.q_sample, a.v_largest, source.D, source.D_v, a.packing, a.recipe)
     else:
         known = sample.launch(source, norms, rope, a.recipe)
     packed = pack.launch(

@@ -26,7 +26,7 @@ import helion_attn as ha
 from devtools.inputs import make_qkv
 from helion_attn.configs import packing
 from helion_attn.distributed import collectives, header
-from helion_attn.distributed.cut import Cut, Run, cut_of
+from helion_attn.distributed.cut import Chunk, Cut, cut_of
 from helion_attn.distributed.header import HEADER_BYTES, Header, decode
 from helion_attn.numerics import SAMPLED_KEYS
 from helion_attn.preprocess import shared
@@ -434,7 +434,7 @@ def test_bytes_sent(found: dict[str, list[Any]], strategy: Strategy) -> None:
             "ring": ["send"],
         }[strategy]
         assert [name.split(".")[1] for name, _ in sent] == operations
-        of_header, told, large, *output = [size for _, size in sent]
+        of_header, kv_sample, large, *output = [size for _, size in sent]
         assert of_header == HEADER_BYTES
         bf16 = 2 * p.k_lengths[0] * p.H_kv * (p.D + p.D_v)
         if strategy == "ulysses":
@@ -442,7 +442,7 @@ def test_bytes_sent(found: dict[str, list[Any]], strategy: Strategy) -> None:
             assert output == [2 * p.q_lengths[0] * p.H * p.D_v]
         assert large <= MOST_BYTES * bf16
         # 128 sampled keys of the rank's 1024, and 32 queries, in 16 bits.
-        assert told <= 0.16 * bf16
+        assert kv_sample <= 0.16 * bf16
 
 
 def test_a_sharding_says_group_and_balance_once(found: dict[str, list[Any]]) -> None:
@@ -604,7 +604,7 @@ def test_ranks_know_entries_of_v_that_the_sample_missed(scales: str, device: str
     tile, cut = packing(32, 32), Cut((N // 2, N // 2), zigzag=False)
     samples = [cut.sample(rank, SAMPLED_KEYS) for rank in range(2)]
     parts = [(x.chunk(2, 2)) for x in (k, v)]
-    told = torch.stack(
+    kv_sample = torch.stack(
         [
             shared.describe(
                 DescribeRankArgs(q, own_k, own_v, NO_ROPE_ARGUMENTS, tile, recipe, sample.size, 0, sample, sample)
@@ -612,11 +612,11 @@ def test_ranks_know_entries_of_v_that_the_sample_missed(scales: str, device: str
             for own_k, own_v, sample in zip(*parts, samples, strict=True)
         ]
     )
-    largest = shared.v_largest(told, 32, 32)
+    largest = shared.v_largest(kv_sample, 32, 32)
     assert torch.equal(largest, v.abs().amax(2))
-    known = shared.of_all_ranks(told[:, :-1].flatten(0, 1), None, largest, 32, 32, tile, recipe)
+    known = shared.of_all_ranks(kv_sample[:, :-1].flatten(0, 1), None, largest, 32, 32, tile, recipe)
     # Of the sample alone: of no entry that is larger.
-    room = shared.of_all_ranks(told[:, :-1].flatten(0, 1), None, 0 * largest, 32, 32, tile, recipe).v_amax
+    room = shared.of_all_ranks(kv_sample[:, :-1].flatten(0, 1), None, 0 * largest, 32, 32, tile, recipe).v_amax
     hit = torch.zeros_like(room, dtype=torch.bool)
     hit[1, slice(None) if scales == "head" else [3, 9]] = True
     assert torch.equal(known.v_amax[~hit], room[~hit])
@@ -678,7 +678,9 @@ def test_cuts(total: int, count: int, zigzag: bool, lengths: tuple[int, ...]) ->
     cut = cut_of(total, count, zigzag)
     assert cut.lengths == lengths
     cut.check("N", equal=True)
-    held = sorted(x for rank in range(count) for run in cut.runs(rank) for x in range(run.begin, run.begin + run.size))
+    held = sorted(
+        x for rank in range(count) for run in cut.chunks(rank) for x in range(run.begin, run.begin + run.size)
+    )
     assert held == list(range(total))
     # As one process samples them.
     n = min(total, 256)
@@ -709,12 +711,12 @@ def test_zigzag_cuts_any_length(count: int) -> None:
     for total in (*range(least, 8 * least, 61), 10 * least, 16400, 75600, 131072 + 1):
         cut = cut_of(total, count, True)
         cut.check("N", equal=True)
-        n = cut.chunk
+        n = cut.chunk_size
         assert n % 128 == 0
         assert 2 * count * n - total < 2 * count * 128
-        held: list[Run] = []
+        held: list[Chunk] = []
         for rank in range(count):
-            runs = cut.runs(rank)
+            runs = cut.chunks(rank)
             assert runs[0] == (rank * n, n)
             assert runs[1:] in ((), (((2 * count - 1 - rank) * n, cut.lengths[rank] - n),))
             held += runs
