@@ -19,7 +19,7 @@ class Sequence:
     """A prompt, the tokens that follow it, and the pages of both."""
 
     def __init__(self, prompt: list[int], new_tokens: int, chunk: int) -> None:
-        self.tokens, self.end, self.chunk_size = list(prompt), len(prompt) + new_tokens, chunk
+        self.tokens, self.end, self.chunk = list(prompt), len(prompt) + new_tokens, chunk
         # The prompt's first pages may be there. At least one token has to run.
         prefixes = [tuple(prompt[:end]) for end in range(page, len(prompt), page)]
         self.pages = [shared[prefix] for prefix in prefixes if prefix in shared]
@@ -27,7 +27,7 @@ class Sequence:
 
     def next_tokens(self) -> int:
         """Of its next step: a chunk of the prompt, or the newest one."""
-        return min(self.chunk_size, len(self.tokens) - self.stored) if len(self.tokens) < self.end else 0
+        return min(self.chunk, len(self.tokens) - self.stored) if len(self.tokens) < self.end else 0
 
 
 def step(batch: list[Sequence], length: int) -> None:
