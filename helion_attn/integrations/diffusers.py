@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from helion_attn.api import attention
-from helion_attn.integrations.autocast import autocast_inputs
 from helion_attn.integrations.diffusers_schedule import (
     BoundSchedule,
     Layers,
@@ -25,25 +24,22 @@ from helion_attn.integrations.diffusers_schedule import (
 )
 from helion_attn.integrations.fused.qk_prologue import QKPrologue, prefers_pytorch
 from helion_attn.integrations.graphs import graph_break
-from helion_attn.integrations.masks import Visible, attend_to_visible, check_visible, read_mask
-from helion_attn.integrations.rules import Rule, check_supported
+from helion_attn.integrations.inputs import check_arguments, check_module, check_name, check_tensors, checked_inputs
+from helion_attn.integrations.masks import ACCEPTED, Visible, attend_to_visible, check_visible, read_mask
+from helion_attn.integrations.rules import NO_DROPOUT, Rule, is_none_or_tensor
 from helion_attn.masks import Reordered
 from helion_attn.masks.blocks import as_block_mask
 from helion_attn.names import reject_unknown_kwargs
 from helion_attn.types import BALANCED, Auto, Recipe, RecipeName, as_choice, is_auto, preset_of
-from helion_attn.validate.dense import check_flag, check_is_tensor, check_qkv, check_sm_scale, described
+from helion_attn.validate.dense import check_flag, described
 
 if TYPE_CHECKING:
     from helion_attn.integrations.diffusers_schedule import Pattern, ScheduleFunction
 
 #: What the backend accepts of what diffusers passes; the values of a mask are looked at later.
 RULES = (
-    Rule(
-        "attn_mask",
-        lambda mask: mask is None or isinstance(mask, torch.Tensor),
-        "None, or a tensor: bool, or of 0 and -inf, or -1e4 and below in a row that sees some key",
-    ),
-    Rule("dropout_p", lambda p: p == 0, "0"),
+    Rule("attn_mask", is_none_or_tensor, f"None, or a tensor: {ACCEPTED}"),
+    NO_DROPOUT,
 )
 
 #: What of diffusers 0.42 calls PyTorch's attention itself, where no backend is asked: models -> processors and modules.
@@ -158,8 +154,7 @@ def register_diffusers(
     check_schedule(schedule)
     numbers = checked_models(models, schedule is not None)
     bound = bound_schedule(schedule, scheduler)
-    if not isinstance(name, str):
-        raise TypeError(f"name is a {type(name).__name__}; it must be a str")
+    check_name(name)
     if not name.isidentifier() or name != name.lower():
         raise ValueError(f"name is {name!r}; it must be an identifier in lower case")
     import diffusers
@@ -199,8 +194,7 @@ def checked_models(
         )
     numbers: dict[torch.nn.Module, int] = {}
     for i, model in enumerate(watched):
-        if not isinstance(model, torch.nn.Module):
-            raise TypeError(f"models[{i}] is {described(model)}; it must be a torch.nn.Module")
+        check_module(model, f"models[{i}]")
         layers = attention_layers(model)
         if not layers:
             raise ValueError(
@@ -261,8 +255,8 @@ class Backend:
             [B, M, H, D_v], and fp32 lse [B, M, H], natural log, if asked for.
         """
         if _parallel_config is None:
-            return self.attend(
-                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse
+            return self.forward(
+                None, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse
             )  # fmt: skip
         if self.schedule is not None:
             raise NotImplementedError("helion_attn: schedule is given; with context parallelism it must be None")
@@ -288,32 +282,11 @@ class Backend:
         _save_ctx: bool = True,
         _parallel_config: Any = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """A part of context-parallel attention. Nothing is saved for a backward pass."""
-        return self.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse)
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None,
-        dropout_p: float,
-        is_causal: bool,
-        scale: float | None,
-        enable_gqa: bool,
-        return_lse: bool,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """`__call__` on one device."""
-        check_supported("helion_attn", RULES, {"attn_mask": attn_mask, "dropout_p": dropout_p})
-        if scale is not None:
-            check_sm_scale(scale, "scale")
-        for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa), ("return_lse", return_lse)):
-            check_flag(flag, name)
-        for name, x in (("query", query), ("key", key), ("value", value)):
-            check_is_tensor(name, x)
-        # Packed sequences would not know batches of different sizes from one another.
-        query, key, value = autocast_inputs(query, key, value)
-        check_qkv(query, key, value, "bshd", names=("query", "key", "value"))
+        """`__call__` on one device, and a part of context parallelism. Nothing is saved for a backward pass."""
+        check_arguments("helion_attn", RULES, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        check_flag(return_lse, "return_lse")
+        check_tensors(query, key, value)
+        query, key, value = checked_inputs(query, key, value, "bshd")
         B, M, H, N = *query.shape[:3], key.size(1)
         if query.size(2) != key.size(2) and not enable_gqa:
             raise ValueError(
@@ -403,7 +376,7 @@ def attend(
             q, k = prologue.apply(q, k)
             prologue = NO_PROLOGUE
         return out_and_lse(attention(q, k, v, causal=causal, recipe=recipe, **options, **prologue.options(q, k)))
-    return attend_masked(q, k, v, visible, preset_of(recipe), prologue, options)
+    return attend_masked(q, k, v, visible, recipe, prologue, options)
 
 
 @graph_break
@@ -412,20 +385,22 @@ def attend_masked(
     k: torch.Tensor,
     v: torch.Tensor,
     visible: Visible,
-    preset: Recipe,
+    recipe: Recipe | Auto,
     prologue: QKPrologue,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`attend` where a mask hides keys: in a graph, each number of keys would be compiled for."""
     stops = first_keys_of_each(visible, q.size(1))
     if prologue.is_empty or stops is None:
-        check_visible("helion_attn", visible, q, v, preset)
+        check_visible("helion_attn", visible, q, v, recipe)
         q, k = prologue.apply(q, k)
-        return attend_to_visible(q, k, v, visible, preset, sm_scale=options["sm_scale"])
+        return attend_to_visible(q, k, v, visible, recipe, sm_scale=options["sm_scale"])
+
+    options = {**options, "recipe": preset_of(recipe)}
 
     def attend_to_first(rows: slice, stop: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         of_q, of_k, of_v = q[rows], k[rows, :stop], v[rows, :stop]
-        return out_and_lse(attention(of_q, of_k, of_v, recipe=preset, **options, **prologue.options(of_q, of_k)))
+        return out_and_lse(attention(of_q, of_k, of_v, **options, **prologue.options(of_q, of_k)))
 
     if len(set(stops)) == 1:
         return attend_to_first(slice(None), stops[0])

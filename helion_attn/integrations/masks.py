@@ -17,7 +17,7 @@ from helion_attn.api import attention
 from helion_attn.integrations.graphs import graph_break
 from helion_attn.integrations.tensor_memo import TensorMemo
 from helion_attn.masks.blocks import BlockMask
-from helion_attn.types import Recipe, ScoreOptions
+from helion_attn.types import Auto, Recipe, ScoreOptions, preset_of
 from helion_attn.validate.block_mask import BLOCK_MASK_DIMS, has_block_masks
 from helion_attn.validate.dense import check_no_grad
 from helion_attn.validate.varlen import MAX_VARLEN_D
@@ -25,6 +25,9 @@ from helion_attn.varlen import attention_varlen
 
 #: Numbers up to this one hide a key when they are added to its score.
 HIDES = -1e4
+
+#: Masks by scores that are accepted, in words.
+ACCEPTED = "bool, or of 0 and -inf, or -1e4 and below in a row that sees some key"
 
 #: Scores of a kept mask that are compared on every call, up to twice as many: 1 MB of bool ones.
 SAMPLE = 2**20
@@ -154,10 +157,7 @@ def _read(mask: torch.Tensor, B: int, M: int, N: int, what: str, lowest_hides: b
     by_sequence = [read[i : i + len(facts)] for i in range(len(flags), len(read), len(facts))]
 
     if not plain:
-        raise NotImplementedError(
-            f"{what}, with other values than 0 and -inf; it must be bool, or of 0 and -inf, or -1e4 and below in a row "
-            f"that sees some key"
-        )
+        raise NotImplementedError(f"{what}, with other values than 0 and -inf; it must be {ACCEPTED}")
     if not alike_for_heads:
         return by_scores
     if alike_for_rows and not in_one_piece:
@@ -270,7 +270,7 @@ def block_mask_of(mask: torch.Tensor, M: int, N: int) -> BlockMask:
 
 
 def check_visible(
-    entry_point: str, visible: Visible, q: torch.Tensor, v: torch.Tensor, recipe: Recipe, name: str = "attn_mask"
+    entry_point: str, visible: Visible, q: torch.Tensor, v: torch.Tensor, recipe: Recipe | Auto, name: str = "attn_mask"
 ) -> None:
     """Refuse what `attend_to_visible` does not have: head dims, and a mask elsewhere.
 
@@ -296,10 +296,11 @@ def check_visible(
         return
     if visible.scores.device != q.device:
         raise ValueError(f"{name} is on {visible.scores.device}; it must be on {q.device}, as the query is")
-    if not has_block_masks(D, D_v, recipe):
+    preset = preset_of(recipe)
+    if not has_block_masks(D, D_v, preset):
         raise NotImplementedError(
             f"{entry_point}: {name} hides other keys than padding and those after the diagonal, with D {D}, D_v {D_v} "
-            f"and {recipe.bits[0]} bits for Q and K; such a mask is accepted {BLOCK_MASK_DIMS}"
+            f"and {preset.bits[0]} bits for Q and K; such a mask is accepted {BLOCK_MASK_DIMS}"
         )
 
 
@@ -309,7 +310,7 @@ def attend_to_visible(
     k: torch.Tensor,
     v: torch.Tensor,
     visible: Visible,
-    recipe: Recipe,
+    recipe: Recipe | Auto,
     **scores: Unpack[ScoreOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of every row to what a mask leaves it.
@@ -321,14 +322,14 @@ def attend_to_visible(
         k: [B, N, H_kv, D]. Keys that do not lie together are copied, and their values.
         v: [B, N, H_kv, D_v].
         visible: what is seen.
-        recipe: as `attention_varlen` has it.
+        recipe: how the tensors become 8-bit numbers; "auto" takes the preset that it may choose.
         scores: as `attention` has them, but for what `visible` says.
 
     Returns:
         out [B, M, H, D_v] and lse [B, H, M]; 0 and, without sinks, -inf of rows that see no key.
     """
     (B, M), N = q.shape[:2], k.size(1)
-    options: dict[str, Any] = {"recipe": recipe, **scores}
+    options: dict[str, Any] = {"recipe": preset_of(recipe), **scores}
     if visible.scores is not None:
         block_mask = block_mask_of(visible.scores, M, N)
         return attention(q, k, v, block_mask=block_mask, layout="bshd", return_lse=True, **options)

@@ -34,6 +34,14 @@ def is_zero(value: Any) -> bool:
     return bool(value == 0)
 
 
+def is_none_or_tensor(value: Any) -> bool:
+    """None will do, or a tensor."""
+    return value is None or isinstance(value, torch.Tensor)
+
+
+NO_DROPOUT = Rule("dropout_p", is_zero, "0")
+
+
 def check_supported(entry_point: str, rules: Iterable[Rule], values: dict[str, Any]) -> None:
     """Raise `NotImplementedError` for the first value, by argument, that its rule does not accept."""
     for rule in rules:

@@ -7,7 +7,7 @@ import inspect
 import types
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +15,12 @@ from torch.overrides import TorchFunctionMode
 
 from helion_attn.api import attention
 from helion_attn.caller import outermost
-from helion_attn.integrations.autocast import autocast_inputs
-from helion_attn.integrations.masks import Visible, attend_to_visible, check_visible, read_mask
-from helion_attn.integrations.rules import Rule, check_supported
+from helion_attn.integrations.inputs import check_arguments, check_tensors, checked_inputs
+from helion_attn.integrations.masks import ACCEPTED, Visible, attend_to_visible, check_visible, read_mask
+from helion_attn.integrations.rules import NO_DROPOUT, Rule, is_none_or_tensor
 from helion_attn.names import reject_unknown_kwargs
 from helion_attn.types import BALANCED, Auto, Recipe, RecipeName, as_choice, preset_of
-from helion_attn.validate.dense import check_flag, check_is_tensor, check_qkv, check_recipe, check_sm_scale
+from helion_attn.validate.dense import check_recipe
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -52,11 +52,10 @@ def _is_causal_bias(mask: Any) -> bool:
 RULES = (
     Rule(
         "attn_mask",
-        lambda mask: mask is None or isinstance(mask, torch.Tensor),
-        "None, made by torch.nn.attention.bias.causal_lower_right or causal_upper_left, or a tensor: bool, or of 0 and "
-        "-inf, or -1e4 and below in a row that sees some key",
+        is_none_or_tensor,
+        f"None, made by torch.nn.attention.bias.causal_lower_right or causal_upper_left, or a tensor: {ACCEPTED}",
     ),
-    Rule("dropout_p", lambda p: p == 0, "0"),
+    NO_DROPOUT,
 )
 
 #: Functions of torch that compute attention where the mode does not see it.
@@ -247,20 +246,6 @@ def scaled_dot_product_attention(
     )  # fmt: skip
 
 
-class _Call(NamedTuple):
-    """A call in this package's terms.
-
-    Attributes:
-        qkv: Q, K and V, as autocast has them.
-        causal: with the last query at the last key.
-        visible: what a mask leaves of that, if it hides more.
-    """
-
-    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    causal: bool
-    visible: Visible | None
-
-
 def _attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -274,20 +259,20 @@ def _attention(
     recipe: Recipe | Auto,
     fallback: str,
 ) -> torch.Tensor:
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        check_is_tensor(name, x)
+    check_tensors(query, key, value)
     try:
-        call = _understood(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, preset_of(recipe))
+        (q, k, v), causal, visible = _understood(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, recipe
+        )
     except (NotImplementedError, TypeError, ValueError, RuntimeError) as refusal:
         return _fall_back(
             fallback, refusal, STOCK,
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa,
         )  # fmt: skip
-    q, k, v = call.qkv
-    if call.visible is None:
-        return attention(q, k, v, causal=call.causal, sm_scale=scale, recipe=recipe)
+    if visible is None:
+        return attention(q, k, v, causal=causal, sm_scale=scale, recipe=recipe)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out, _ = attend_to_visible(q, k, v, call.visible, preset_of(recipe), sm_scale=scale)
+    out, _ = attend_to_visible(q, k, v, visible, recipe, sm_scale=scale)
     return out.transpose(1, 2)
 
 
@@ -300,18 +285,17 @@ def _understood(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
-    recipe: Recipe,
-) -> _Call:
-    """Read a call. Raises for arguments that are not supported."""
-    check_supported("helion_attn.sdpa", RULES, {"attn_mask": attn_mask, "dropout_p": dropout_p})
-    if scale is not None:
-        check_sm_scale(scale, "scale")
-    check_flag(is_causal, "is_causal")
-    check_flag(enable_gqa, "enable_gqa")
-    # Packed sequences would not know batches of different sizes from one another.
-    q, k, v = autocast_inputs(query, key, value)
-    check_qkv(q, k, v, "bhsd", names=("query", "key", "value"))
-    check_recipe(recipe, q.size(3), v.size(3))
+    recipe: Recipe | Auto,
+) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], bool, Visible | None]:
+    """Return a call in this package's terms, or raise for arguments that are not supported.
+
+    Returns:
+        Q, K and V as autocast has them; whether it is causal, with the last query at the last key; and what a mask
+        leaves of that, if it hides more.
+    """
+    check_arguments("helion_attn.sdpa", RULES, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    q, k, v = checked_inputs(query, key, value, "bhsd")
+    check_recipe(preset_of(recipe), q.size(3), v.size(3))
     M, N = query.size(2), key.size(2)
     if attn_mask is not None and is_causal:
         raise ValueError("is_causal is True and attn_mask is given; it must be one of them")
@@ -339,4 +323,4 @@ def _understood(
             f"helion_attn.sdpa: the causal mask is aligned top-left with M = {M} and N = {N}; helion_attn has only "
             f"bottom-right: pass attn_mask=torch.nn.attention.bias.causal_lower_right(M, N) if that is meant"
         )
-    return _Call((q, k, v), causal, visible)
+    return (q, k, v), causal, visible

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from helion_attn.api import attention
+from helion_attn.integrations.inputs import NAMES, check_name, check_scale
 from helion_attn.types import BALANCED, Layout, Recipe, RecipeName, as_recipe
-from helion_attn.validate.dense import check_qkv, check_sm_scale
+from helion_attn.validate.dense import check_qkv
 
 #: The operator whose kernel is replaced.
 OPERATOR = "_scaled_dot_product_flash_attention"
@@ -60,8 +61,7 @@ def register_flash_attention(name: str = "helion_fp8", *, recipe: Recipe | Recip
         restore_flash_attention_impl()
     """
     recipe = as_recipe(recipe)
-    if not isinstance(name, str):
-        raise TypeError(f"name is a {type(name).__name__}; it must be a str")
+    check_name(name)
     if name in ("FA2", "FA3", "FA4"):
         raise ValueError(f"name is {name!r}, which PyTorch uses for another implementation; it must be another")
     from torch.nn.attention import register_flash_attention_impl
@@ -85,9 +85,8 @@ def flash_attention(
     Raises:
         NotImplementedError: a dropout, a debug mask, or a causal mask of other lengths.
     """
-    check_qkv(query, key, value, "bhsd", names=("query", "key", "value"))
-    if scale is not None:
-        check_sm_scale(scale, "scale")
+    check_qkv(query, key, value, "bhsd", names=NAMES)
+    check_scale(scale)
     M, N = query.size(2), key.size(2)
     if dropout_p != 0:
         raise NotImplementedError(f"helion_attn: dropout_p is {dropout_p}; it must be 0")

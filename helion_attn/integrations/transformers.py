@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from helion_attn.api import attention
-from helion_attn.integrations.autocast import autocast_inputs
 from helion_attn.integrations.graphs import graph_break
+from helion_attn.integrations.inputs import NAMES, autocast_inputs, check_name, check_scale
 from helion_attn.integrations.masks import attend_to_visible, check_visible, read_mask
-from helion_attn.integrations.rules import Rule, check_supported, is_none
+from helion_attn.integrations.rules import Rule, check_supported, is_none, is_zero
 from helion_attn.integrations.transformers_masks import MaskTensor, VisibleKeys, what_is_seen
 from helion_attn.integrations.transformers_models import refuse_own_attention
 from helion_attn.types import (
@@ -26,9 +26,8 @@ from helion_attn.types import (
     Scores,
     as_cache_recipe,
     as_choice,
-    preset_of,
 )
-from helion_attn.validate.dense import check_options, check_qkv, check_sinks, check_sm_scale
+from helion_attn.validate.dense import check_options, check_qkv, check_sinks
 
 #: What the attention function accepts of what models pass.
 RULES = (
@@ -38,7 +37,7 @@ RULES = (
         "None, or, as the model's forward takes it, [batch, keys], or with 4 dimensions: bool, or of 0 and -inf, or "
         "its dtype's lowest number, or -1e4 and below in a row that sees some key",
     ),
-    Rule("dropout", lambda p: p == 0, "0"),
+    Rule("dropout", is_zero, "0"),
     Rule("output_attentions", lambda wanted: not wanted, "False: there are no attention weights"),
     Rule("position_bias", is_none, "None"),
     Rule("cache", is_none, "None, of the attention function: no continuous batching"),
@@ -94,8 +93,7 @@ def register_transformers(name: str = "helion_fp8", *, recipe: Recipe | RecipeNa
         options = {"attn_implementation": "helion_fp8", "dtype": torch.bfloat16}  # of from_pretrained
     """
     recipe = as_choice(recipe)
-    if not isinstance(name, str):
-        raise TypeError(f"name is a {type(name).__name__}; it must be a str")
+    check_name(name)
     from transformers import AttentionInterface, AttentionMaskInterface
 
     if name == "eager" or (name in AttentionInterface() and not is_registered(name)):
@@ -297,8 +295,7 @@ def attention_forward(
         if extra is not None and name not in IGNORED and not any(rule.argument == name for rule in RULES):
             raise NotImplementedError(f"helion_attn: {name} is given, of which this attention knows nothing")
 
-    if scaling is not None:
-        check_sm_scale(scaling, "scaling")
+    check_scale(scaling, "scaling")
     layer: Any = None
     if getattr(type(key), "is_of_paged_layer", False):
         config = getattr(module, "config", None)
@@ -322,12 +319,11 @@ def attention_forward(
                 f"alone; here attention_mask is a mask of shape {tuple(attention_mask.shape)}"
             )
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        check_qkv(q, k, v, "bshd", names=("query", "key", "value"))
+        check_qkv(q, k, v, "bshd", names=NAMES)
         visible = read_mask(attention_mask, B, H, M, N, "helion_attn: attention_mask", lowest_hides=True)
         if not visible.whole:
-            preset = preset_of(recipe)
-            check_visible("helion_attn", visible, q, v, preset, "attention_mask")
-            return attend_to_visible(q, k, v, visible, preset, sm_scale=scaling, softcap=softcap, sinks=s_aux)[0], None
+            check_visible("helion_attn", visible, q, v, recipe, "attention_mask")
+            return attend_to_visible(q, k, v, visible, recipe, sm_scale=scaling, softcap=softcap, sinks=s_aux)[0], None
         attention_mask, left = VisibleKeys(((0, N),) * B, M, N, visible.causal, None), None
     if attention_mask is None:
         # The model made no mask at all, so that its module's word is all there is.

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from helion_attn.integrations.autocast import autocast_inputs
 from helion_attn.integrations.diffusers import attend, attention_layers, visible_of
 from helion_attn.integrations.diffusers_schedule import (
     BoundSchedule,
@@ -24,9 +23,9 @@ from helion_attn.integrations.diffusers_schedule import (
     choice_of,
 )
 from helion_attn.integrations.fused.qk_prologue import QKPrologue, fusable_norm, get_rope_cache, split_prologue
+from helion_attn.integrations.inputs import autocast_inputs, check_module
 from helion_attn.names import reject_unknown_kwargs
 from helion_attn.types import BALANCED, Auto, Recipe, RecipeName, Rope, as_choice, unchecked_rope
-from helion_attn.validate.dense import described
 
 if TYPE_CHECKING:
     from helion_attn.integrations.diffusers_schedule import ScheduleFunction
@@ -288,32 +287,36 @@ def split_streams(attn: Any, out: torch.Tensor, text_tokens: int) -> tuple[torch
     return project_out(attn, image.contiguous()), attn.to_add_out(text.contiguous())
 
 
-class Fused(NamedTuple):
-    """A kind of attention that has a processor here.
+#: What most processors are called with.
+ARGUMENTS = ("attn", "hidden_states", "encoder_hidden_states", "attention_mask", "image_rotary_emb")
+
+
+class Kind(NamedTuple):
+    """Attention that has a processor here.
 
     Attributes:
         model: what it is of.
         parts: what is fused, in words.
         module: of diffusers, that has its classes.
         classes: of the attention's module, or of the blocks that hold it.
-        child: where blocks hold it; empty for the attention's own class.
         processor: the name of its own processor.
         make: what takes its place.
+        attributes: what it uses of the attention.
+        child: where blocks hold it; empty for the attention's own class.
         functions: what of `module` that calls.
         arguments: of the own processor's call.
-        attributes: what it uses of the attention.
     """
 
     model: str
     parts: str
     module: str
     classes: tuple[str, ...]
-    child: str
     processor: str
     make: type[Processor]
-    functions: tuple[str, ...]
-    arguments: tuple[str, ...]
     attributes: tuple[str, ...]
+    child: str = ""
+    functions: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ARGUMENTS
 
 
 #: What all processors use, and those of two streams.
@@ -324,46 +327,39 @@ OF_STREAMS = (
 )
 
 FUSED = (
-    Fused(
+    Kind(
         "Wan",
         "RoPE, and norms over all heads, also those of cross-attention",
         "diffusers.models.transformers.transformer_wan",
         ("WanAttention",),
-        "",
         "WanAttnProcessor",
         WanProcessor,
-        ("_get_qkv_projections", "_get_added_kv_projections"),
-        ("attn", "hidden_states", "encoder_hidden_states", "attention_mask", "rotary_emb"),
         (*OF_ALL, "add_k_proj", "to_out"),
+        functions=("_get_qkv_projections", "_get_added_kv_projections"),
+        arguments=(*ARGUMENTS[:-1], "rotary_emb"),
     ),
-    Fused(
+    Kind(
         "Flux",
         "RoPE, and norms by head in blocks of one stream",
         "diffusers.models.transformers.transformer_flux",
         ("FluxAttention",),
-        "",
         "FluxAttnProcessor",
         FluxProcessor,
-        ("_get_qkv_projections",),
-        ("attn", "hidden_states", "encoder_hidden_states", "attention_mask", "image_rotary_emb"),
         (*OF_ALL, "head_dim", "added_kv_proj_dim"),
+        functions=("_get_qkv_projections",),
     ),
-    Fused(
+    Kind(
         "Qwen-Image",
         "RoPE; all blocks have two streams",
         "diffusers.models.transformers.transformer_qwenimage",
         ("QwenImageTransformerBlock",),
-        "attn",
         "QwenDoubleStreamAttnProcessor2_0",
         QwenImageProcessor,
-        (),
-        (
-            *("attn", "hidden_states", "encoder_hidden_states", "encoder_hidden_states_mask", "attention_mask"),
-            "image_rotary_emb",
-        ),
         (*OF_ALL, *OF_STREAMS, "to_out"),
+        child="attn",
+        arguments=(*ARGUMENTS[:3], "encoder_hidden_states_mask", *ARGUMENTS[3:]),
     ),
-    Fused(
+    Kind(
         "HunyuanVideo",
         "RoPE, and norms by head in blocks of one stream",
         "diffusers.models.transformers.transformer_hunyuan_video",
@@ -371,12 +367,10 @@ FUSED = (
             *("HunyuanVideoTransformerBlock", "HunyuanVideoSingleTransformerBlock"),
             *("HunyuanVideoTokenReplaceTransformerBlock", "HunyuanVideoTokenReplaceSingleTransformerBlock"),
         ),
-        "attn",
         "HunyuanVideoAttnProcessor2_0",
         HunyuanVideoProcessor,
-        (),
-        ("attn", "hidden_states", "encoder_hidden_states", "attention_mask", "image_rotary_emb"),
         (*OF_ALL, *OF_STREAMS),
+        child="attn",
     ),
 )
 
@@ -430,8 +424,7 @@ def fuse_diffusers(
         ha.fuse_diffusers(model)
     """
     recipe = as_choice(recipe)
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model is {described(model)}; it must be a torch.nn.Module")
+    check_module(model)
     check_schedule(schedule)
     bound = bound_schedule(schedule, scheduler)
     found = []
@@ -451,7 +444,7 @@ def fuse_diffusers(
         attn.set_processor(kind.make(recipe, attn.processor, functions, layers[attn], bound))
 
 
-def attentions(model: torch.nn.Module) -> Iterator[tuple[str, Any, Fused]]:
+def attentions(model: torch.nn.Module) -> Iterator[tuple[str, Any, Kind]]:
     """All attention of a model that has a processor here: its name, the module, and what it is."""
     for name, holder in model.named_modules():
         for kind in FUSED:
@@ -462,7 +455,7 @@ def attentions(model: torch.nn.Module) -> Iterator[tuple[str, Any, Fused]]:
                     yield f"{name}.{kind.child}".lstrip("."), getattr(holder, kind.child, None), kind
 
 
-def check_layout(what: str, attn: Any, kind: Fused, module: Any) -> None:
+def check_layout(what: str, attn: Any, kind: Kind, module: Any) -> None:
     """Raise `NotImplementedError` for attention, `what` in words, that its processor here would not compute."""
     import diffusers
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 
 from helion_attn.api import attention
-from helion_attn.integrations.autocast import autocast_inputs
 from helion_attn.integrations.fused.qk_prologue import (
     NormLayout,
     QKPrologue,
@@ -27,11 +26,11 @@ from helion_attn.integrations.fused.qk_prologue import (
     split_prologue,
 )
 from helion_attn.integrations.graphs import is_captured
+from helion_attn.integrations.inputs import autocast_inputs, check_module
 from helion_attn.integrations.transformers import changes_nothing, earlier_keys, register_transformers
 from helion_attn.integrations.transformers_masks import VisibleKeys, what_is_seen
 from helion_attn.names import reject_unknown_kwargs
 from helion_attn.types import BALANCED, Auto, Recipe, RecipeName, Rope, as_choice, is_auto, unchecked_rope
-from helion_attn.validate.dense import described
 
 #: What models call the cache; older ones have the second name.
 CACHES = ("cache", "past_key_values")
@@ -276,8 +275,7 @@ def fuse_transformers(model: torch.nn.Module, *, recipe: Recipe | RecipeName | A
             out = model(torch.arange(16)[None]).logits
     """
     recipe = as_choice(recipe)
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model is {described(model)}; it must be a torch.nn.Module")
+    check_module(model)
     implementation = f"helion_fp8_fused({recipe})"
     owners = owners_of(model)
     found: list[tuple[Any, Kind, Fusing]] = []

@@ -6,7 +6,7 @@ import torch
 
 from helion_attn.integrations.fused.fuse_diffusers import unfuse_diffusers
 from helion_attn.integrations.fused.fuse_transformers import unfuse_transformers
-from helion_attn.validate.dense import described
+from helion_attn.integrations.inputs import check_module
 
 
 def unfuse(model: torch.nn.Module) -> None:
@@ -31,7 +31,6 @@ def unfuse(model: torch.nn.Module) -> None:
         ha.fuse_diffusers(model)
         ha.unfuse(model)
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model is {described(model)}; it must be a torch.nn.Module")
+    check_module(model)
     unfuse_transformers(model)
     unfuse_diffusers(model)
