@@ -99,7 +99,6 @@ CHECKED_FILES = (
         "cells",
         "models",
         "accuracy",
-        "model_channels",
         "preprocess",
         "stages",
         "ladder",
