@@ -184,6 +184,7 @@ def test_few_large_channels_cost_nothing(D: int, keys: int, causal: bool, kind: 
     assert errors[1] <= max(1.06 * errors[0], (0.051 if D > 256 else 0.045) if wide else 0.04), errors
 
 
+@pytest.mark.thorough(but=12)
 @pytest.mark.parametrize("size", ["all", "one"])
 @pytest.mark.parametrize("kind", ["randn", "k3x8q", "k3x30", "k2x100q", "k8x10"])
 @pytest.mark.parametrize("D", [64, 128])
