@@ -1,4 +1,4 @@
-"""What calls inside `debug` know of it: whether values on the device are checked, and what calls did before."""
+"""State of `debug` that calls read: whether values on the device are checked, and what calls did before."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What flash-attn's functions are called with: one table of both versions' arguments, by function.
+"""Arguments of flash-attn's functions, of both versions: one table, by function.
 
-Arguments are flash-attn 3's. flash-attn 2 has others at some places, which a call's arguments tell.
+They are flash-attn 3's. Some positions are others in flash-attn 2, which the types of a call's arguments tell.
 """
 
 from __future__ import annotations

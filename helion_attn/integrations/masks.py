@@ -215,7 +215,7 @@ def _causal(spans: list[tuple[int, int]], offset: int, M: int, N: int) -> Visibl
 
 
 class KeptMask(NamedTuple):
-    """What is kept of a mask.
+    """A mask that was read, kept for later calls.
 
     Attributes:
         block_mask: made of it.

@@ -1,4 +1,4 @@
-"""What is made of tensors, kept until one of them is gone or is written to."""
+"""A memo of values made of tensors. It forgets one when a tensor is gone or is written to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Entry(Generic[Made]):
-    """What is kept.
+    """A value, and the tensors that it was made of.
 
     Attributes:
         tensors: it was made of these.

@@ -170,7 +170,7 @@ def visible_keys(
     device: torch.device | str = "cpu",
     **_: Any,  # what else transformers tells every mask function: what may be skipped, the config
 ) -> VisibleKeys | torch.Tensor:
-    """What a query sees: a description of the mask, causality included, or where there is none the mask by scores.
+    """Return a description of the mask, causality included, or, where there is none, the mask by scores.
 
     Never None: that would leave causality to the module's `is_causal`, which may say otherwise.
 

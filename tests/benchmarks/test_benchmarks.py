@@ -31,6 +31,7 @@ from benchmarks import (
     report,
     same_token,
     sparse,
+    splits,
     startup,
     steps,
 )
@@ -466,6 +467,22 @@ def test_goals_name_their_worst_cell() -> None:
     del cells[128, True, 2048]
     assert lines()[every][::4] == [partly, "29 of 30, 1 not measured"]
     assert lines()[mean] == [unmeasured, ">= 1.1", "-", "-", "0 of 1, 1 not measured"]
+
+
+def test_split(tmp_path: Path) -> None:
+    loaded = dry_run("split", tmp_path)
+    rows = loaded["split"]["rows"]
+    assert [(row["impl"], row.get("splits")) for row in rows] == [
+        ("helion_attn", 2), ("one_run", None), ("paged", None), ("paged, fast", None),
+    ]  # fmt: skip
+    assert all(row["ms"] > 0 for row in rows)
+    # A block's P does not depend on the run that the block is in; a page's rounds otherwise.
+    split, one_run, paged, paged_fast = (row["error_kernel"] for row in rows)
+    assert split == pytest.approx(one_run, rel=1e-4)
+    assert paged != pytest.approx(one_run, rel=1e-3)
+    assert paged_fast != paged
+    (table,) = splits.tables(loaded)
+    assert len(table.body) == 1
 
 
 def test_every_promise_has_one_bound() -> None:
