@@ -1,4 +1,6 @@
-"""Part `channels` of suite `hard`: a K whose size lies in few channels of either sign, so that no mean takes it away.
+"""Suite `channels`: total errors where K's size lies in few channels of either sign, so that no mean takes it away.
+
+    python benchmarks/attention.py --suite channels
 
 Every input at 4096 keys; some with more keys, with a causal mask, and with grouped queries.
 """
@@ -8,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from benchmarks.lib.harness import Loaded, Row
+from benchmarks.lib.harness import Loaded, Results, Row
+from benchmarks.lib.jobs import run_jobs
 from benchmarks.lib.problem import check, make_problem, others, ours, workload
 from benchmarks.lib.recipes import PRESETS, RUNGS
-from benchmarks.lib.suite import Options
+from benchmarks.lib.suite import Block, Options, Suite
 from benchmarks.lib.tables import SHOWN, Table, by_series, error_text, labels, rows_of, series_in, values_of
 from devtools.inputs import CHANNEL_KINDS
 from devtools.workloads import Workload
@@ -41,12 +44,18 @@ def rows(options: Options, D: int) -> Iterator[Row]:
         for kind in kinds:
             problem = make_problem(w, kind, options)
             for contender in (*ours(options, [*PRESETS, *RUNGS]), *others(options)):
-                yield check(contender, problem)[0] | {"part": "channels"}
+                yield check(contender, problem)[0]
+
+
+def run(options: Options, results: Results) -> None:
+    """The suite."""
+    dims = options.dims if options.quick or options.device.type == "cpu" else DIMS
+    run_jobs("channels", [(rows, D) for D in sorted(dims, reverse=True)], options, results)
 
 
 def tables(loaded: Loaded) -> list[Table]:
     """Total error by input, form and head dim."""
-    found = rows_of(loaded, "hard", part="channels")
+    found = rows_of(loaded, "channels")
     names = series_in(found, SHOWN)
     axes = ("N", "causal", "H", "input", "D")
     order = sorted(values_of(found, *axes), key=lambda cell: (*cell[:3], CHANNEL_KINDS.index(cell[3]), cell[4]))
@@ -63,4 +72,7 @@ def tables(loaded: Loaded) -> list[Table]:
 def front_errors(loaded: Loaded, D: int, N: int) -> dict[str, float]:
     """Total error by series on 3 channels times 30, full attention; empty where it was not measured."""
     where = {"input": "k3x30", "causal": False, "H": KV_HEADS, "D": D, "N": N}
-    return by_series(rows_of(loaded, "hard", part="channels", **where), "error_total")
+    return by_series(rows_of(loaded, "channels", **where), "error_total")
+
+
+SUITE = Suite("channels", run, {"channels": Block("channels", tables)})

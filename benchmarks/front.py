@@ -297,7 +297,7 @@ BLOCKS = {
     "front_layers": Block("models", layer_tables, sentence=crossovers, beside=("auto", "sparse"), shown=None),
     "front_steps": Block("steps", step_tables, beside=("steps_compiled",), shown=None),
     "front_errors": Block(
-        "hard", error_tables, beside=("accuracy", "ladder", "language_model", "attention"), shown=None
+        "hard", error_tables, beside=("channels", "accuracy", "ladder", "language_model", "attention"), shown=None
     ),
     "costs": Block("host", cost_tables, beside=("preprocess", "startup"), shown=None),
     "front_sparse": Block("sparse", sparse_tables, shown=None),

@@ -3,25 +3,24 @@
     python benchmarks/attention.py --suite hard
 
 Parts, in each row's `part`: `hard`, biased channels of K, also with the same channels large in Q, a V that drifts,
-wide scores, and a sink whose V is small, also with a causal mask; `channels`, a K with few large channels
-(channels.py); `drifts`, a V that drifts in every period, phase and form of attention (drift.py).
+wide scores, and a sink whose V is small, also with a causal mask; `drifts`, a V that drifts in every period, phase and
+form of attention (drift.py).
 """
 
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterator
 
 from matplotlib.figure import Figure
 
-from benchmarks import channels, drift
+from benchmarks import drift
 from benchmarks.lib.harness import Loaded, Results, Row
+from benchmarks.lib.jobs import Part, run_jobs
 from benchmarks.lib.plots import grid, legend, length, line, log_axis, powers_axis
 from benchmarks.lib.problem import check, make_problem, others, ours, workload
 from benchmarks.lib.recipes import PRESETS, RUNGS
-from benchmarks.lib.suite import Block, Options, Plot, Suite, console, progress
+from benchmarks.lib.suite import Block, Options, Plot, Suite
 from benchmarks.lib.tables import (
     ACCURATE_PEERS,
     FP8_PEERS,
@@ -41,8 +40,6 @@ from helion_attn.configs import SUPPORTED_D
 #: Head dims, and numbers of keys.
 DIMS, LENGTHS = (64, 128, 256, 512), (4096, 32768, 131072)
 
-Part = Callable[[Options, int], Iterator[Row]]
-
 
 def rows(options: Options, D: int) -> Iterator[Row]:
     """Every hard input at a head dim: as many queries as fit, the last ones of a long context.
@@ -61,31 +58,14 @@ def rows(options: Options, D: int) -> Iterator[Row]:
 def jobs(options: Options) -> list[tuple[Part, int]]:
     """Parts and head dims, those that take longest first."""
     if options.quick or options.device.type == "cpu":
-        return [(part, D) for part in (rows, channels.rows, drift.rows) for D in options.dims]
-    dims = {drift.rows: sorted(drift.DIMS, reverse=True), rows: DIMS[::-1], channels.rows: channels.DIMS[::-1]}
+        return [(part, D) for part in (rows, drift.rows) for D in options.dims]
+    dims = {drift.rows: sorted(drift.DIMS, reverse=True), rows: DIMS[::-1]}
     return [(part, D) for part in dims for D in dims[part]]
-
-
-def measured(part: Part, options: Options, D: int) -> list[Row]:
-    """What a process measures."""
-    return list(part(options, D))
 
 
 def run(options: Options, results: Results) -> None:
     """The suite."""
-    pending = jobs(options)
-    if options.workers:
-        # Each process needs a CUDA context of its own, hence no fork.
-        with ProcessPoolExecutor(options.workers, multiprocessing.get_context("spawn")) as pool:
-            futures = {pool.submit(measured, part, options, D): (part, D) for part, D in pending}
-            for future in progress(as_completed(futures), "hard", len(futures)):
-                if (error := future.exception()) is None:
-                    results.add(*future.result())
-                    pending.remove(futures[future])
-                else:
-                    console.print(f"[red]a process failed, measuring D {futures[future][1]} in this one: {error!r}")
-    for part, D in progress(pending, "hard"):
-        results.add(*measured(part, options, D))
+    run_jobs("hard", jobs(options), options, results)
 
 
 def tables(loaded: Loaded) -> list[Table]:
@@ -132,7 +112,6 @@ SUITE = Suite(
     run,
     {
         "hard": Block("hard", tables, (PLOT,)),
-        "channels": Block("hard", channels.tables),
         "drifts": Block("hard", drift.tables, (Plot("drifts", "Total error where V drifts, by head dim", drift.plot),)),
     },
 )

@@ -108,7 +108,7 @@ CHECKED_FILES = (
         "varlen",
         "split",
     ),
-    *("decode", "language_model", "startup", "host", "distributed", "auto", "steps", "norms"),
+    *("decode", "language_model", "model_channels", "startup", "host", "distributed", "auto", "steps", "norms"),
 )
 
 
