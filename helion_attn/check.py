@@ -328,10 +328,10 @@ def _largest_channels(sample: _Sample) -> Iterator[tuple[float, float]]:
         fourth = (x.square().square() for x in (torch.cat(q), k - k.mean(0)))
         q_size, k_size = (torch.minimum(x[::2].sum(0), x[1::2].sum(0)) ** 0.25 for x in fourth)
         ratio = (k_size / q_size).log2()
-        known = ratio.isfinite()
-        if known.any():
-            exponent = ((ratio - ratio[known].mean()) / 2).round()
-            of_k = k_size[known], (k_size / exponent.exp2())[known]
+        finite = ratio.isfinite()
+        if finite.any():
+            exponent = ((ratio - ratio[finite].mean()) / 2).round()
+            of_k = k_size[finite], (k_size / exponent.exp2())[finite]
             large, equalised = ((size.amax() / size.median()).item() for size in of_k)
             yield large, equalised
 

@@ -348,8 +348,8 @@ def _why_splits(a: Shape, choice: Choice, sm_count: int) -> str:
     if a.block_sparse:
         return "keys are not split: how many blocks of them a program visits is not known here"
     heads, of_each = _programs(a, choice)
-    programs, places = heads * of_each, sm_count * tile.ctas_per_sm
-    of_all = f"{programs} programs for the {places} that the GPU holds at once"
+    programs, at_once = heads * of_each, sm_count * tile.ctas_per_sm
+    of_all = f"{programs} programs for the {at_once} that the GPU holds at once"
     if choice.splits > 1:
         return f"keys are split: {of_all} leave a part of it idle"
     seen = scheduling.visible_key_blocks(a.blocks[1], a.softmax.left, a.softmax.right, tile.bm, tile.bn)

@@ -2,7 +2,7 @@
 
 `attention_kvcache` takes a block table for every KV head. So a few pages of each can be attended to: those whose mean
 keys the queries like best, as `masks.top_blocks` has it, with the first and the last ones. The idea is Quest's
-(arXiv:2406.10774), which bounds scores by a page's least and largest numbers in place of its mean.
+(arXiv:2406.10774), which bounds scores by a page's least and largest numbers in slot of its mean.
 
 All of it runs on the device: the host reads nothing.
 """
@@ -69,12 +69,12 @@ def update_means(
     num_pages, page_size, width = cache.k8.size(0), cache.page_size, block_table.size(1)
     first, end = cache_seqlens.long().unsqueeze(1), cache_seqlens.long().unsqueeze(1) + length
     # [B, pages]
-    place = first // page_size + torch.arange((length + page_size - 2) // page_size + 1, device=means.device)
-    page = block_table.long().gather(1, place.clamp(0, width - 1))
-    stored = (first >= 0) & (place * page_size < end) & (place < width) & (page >= 0) & (page < num_pages)
+    slot = first // page_size + torch.arange((length + page_size - 2) // page_size + 1, device=means.device)
+    page = block_table.long().gather(1, slot.clamp(0, width - 1))
+    stored = (first >= 0) & (slot * page_size < end) & (slot < width) & (page >= 0) & (page < num_pages)
     source = torch.where(stored, page, 0)
     # [B, pages, page_size]
-    filled = (place * page_size).unsqueeze(2) + torch.arange(page_size, device=means.device) < end.unsqueeze(2)
+    filled = (slot * page_size).unsqueeze(2) + torch.arange(page_size, device=means.device) < end.unsqueeze(2)
     # [B, pages, H_kv, page_size, D]; PyTorch has no indexing of 8-bit floats on a CPU.
     keys = cache.k8.view(torch.uint8)[source].view(cache.k8.dtype)[..., : cache.D].float()
     keys = torch.where(filled[:, :, None, :, None], keys * cache.k_descale[source].unsqueeze(4), 0.0)
@@ -117,7 +117,7 @@ def top(
 
     Returns:
         int32 [B, H_kv, pages], at most as many as the table has, in the order of their keys, and int32 [B, H_kv], the
-        keys in them: what `attention_kvcache` takes in place of the two tables. A length that `attention_kvcache`
+        keys in them: what `attention_kvcache` takes in slot of the two tables. A length that `attention_kvcache`
         makes NaN of is -1.
 
     Raises:
@@ -150,9 +150,9 @@ def top(
     # [B, 1, width]
     length = cache_seqlens.unsqueeze(1)
     count = (length + page_size - 1) // page_size
-    place = torch.arange(width, device=q.device)
-    there = (place < count).unsqueeze(1)
-    always = there & ((place < sink_pages) | (place >= count - local_pages)).unsqueeze(1)
+    slot = torch.arange(width, device=q.device)
+    there = (slot < count).unsqueeze(1)
+    always = there & ((slot < sink_pages) | (slot >= count - local_pages)).unsqueeze(1)
     # A page with a NaN is kept, so that attention shows it.
     unknown = scores.isnan()
     share = scores.masked_fill(unknown | ~there.unsqueeze(1), -torch.inf).softmax(3).sum(2).nan_to_num(0.0)

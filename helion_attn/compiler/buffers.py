@@ -276,8 +276,8 @@ class Buffer:
             return self._in(shape[0])
         sizes, count = sizes_of(shape), math.prod(self.shape)
         if -1 in sizes:
-            known = -math.prod(sizes)
-            sizes = tuple([(count // known if known else 0) if size == -1 else size for size in sizes])
+            given = -math.prod(sizes)
+            sizes = tuple([(count // given if given else 0) if size == -1 else size for size in sizes])
         if sizes == self.shape:
             return self
         if math.prod(sizes) != count:

@@ -32,7 +32,7 @@ import triton
 from helion_attn.compiler import stored_code
 from helion_attn.compiler.buffers import Buffer, tensor_type
 from helion_attn.compiler.facts import UnknownFact, facts_of, holding, value
-from helion_attn.compiler.generated_code import Run, linked, load
+from helion_attn.compiler.generated_code import HostFn, linked, load
 from helion_attn.compiler.helion_adapter import Config, bind, capability, kernel_to_compile
 from helion_attn.compiler.notice import compiling
 from helion_attn.compiler.stored_code import Entry
@@ -186,14 +186,14 @@ class Generated:
         """The name of a file: hexadecimal, as Triton's are."""
         return hashlib.sha256(repr((self._fingerprint, options(), base)).encode()).hexdigest()
 
-    def find(self, base: tuple[Hashable, ...], args: tuple[Any, ...]) -> Run:
+    def find(self, base: tuple[Hashable, ...], args: tuple[Any, ...]) -> HostFn:
         """The host function for `args`, of that `base`: tensors and numbers. Threads that have to trace take turns."""
-        if (run := self.known(base, args)) is not None:
-            return run
+        if (host_fn := self.cached(base, args)) is not None:
+            return host_fn
         with TRACING:
-            return self.known(base, args) or self._read_or_trace(base, args)
+            return self.cached(base, args) or self._read_or_trace(base, args)
 
-    def _read_or_trace(self, base: tuple[Hashable, ...], args: tuple[Any, ...]) -> Run:
+    def _read_or_trace(self, base: tuple[Hashable, ...], args: tuple[Any, ...]) -> HostFn:
         device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
         set_cache_folder(device.index or 0)
         key = self._key(base)
@@ -201,12 +201,12 @@ class Generated:
         stored = stored_code.read(key)
         mine = [x for x, _ in self._entries.get(base, []) if x not in stored]
         self._entries[base] = [(x, holding(x["facts"])) for x in (*stored, *mine)]
-        if (run := self.known(base, args)) is not None:
-            return run
+        if (host_fn := self.cached(base, args)) is not None:
+            return host_fn
         with compiling(self._fn.__name__):
             return self._trace(base, key, args)
 
-    def known(self, base: tuple[Hashable, ...], args: tuple[Any, ...]) -> Run | None:
+    def cached(self, base: tuple[Hashable, ...], args: tuple[Any, ...]) -> HostFn | None:
         """The host function for `args`, tensors or buffers and numbers, if this process has it."""
         for entry, hold in self._entries.get(base, []):
             if hold(args):
@@ -217,22 +217,22 @@ class Generated:
                     continue
         return None
 
-    def _trace(self, base: tuple[Hashable, ...], key: str, args: tuple[Any, ...]) -> Run:
+    def _trace(self, base: tuple[Hashable, ...], key: str, args: tuple[Any, ...]) -> HostFn:
         environment = repr(_environment())
         if environment not in self._kernels:
             self._kernels[environment] = kernel_to_compile(self._fn, self._config)
         bound = bind(self._kernels[environment], args)
         source = linked(Path(bound.compile_config().__code__.co_filename).read_text())
-        run = load(source, self._fn.__name__)
+        host_fn = load(source, self._fn.__name__)
         # Code whose facts have a form that is not known here serves this call, and is not kept.
         with contextlib.suppress(UnknownFact, AttributeError, LookupError, StopIteration, TypeError, ValueError):
-            facts = [[fact, value(fact, args)] for fact in facts_of(bound, args, run)]
+            facts = [[fact, value(fact, args)] for fact in facts_of(bound, args, host_fn)]
             entry = {"facts": facts, "source": source}
             self._entries[base] = [*self._entries[base], (entry, holding(facts))]
             # What is lost when two processes write at once is traced again. Other entries of this process may have been
             # traced with other options.
             stored_code.write(key, [*stored_code.read(key), entry])
-        return run
+        return host_fn
 
 
 def set_cache_folder(device_index: int) -> None:

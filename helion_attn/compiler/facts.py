@@ -129,17 +129,17 @@ def _fact(extractor: Any, args: Sequence[Any]) -> Fact:
     raise UnknownFact(extractor)
 
 
-def facts_of(bound: Any, args: Sequence[Any], run: Callable[..., Any]) -> list[Fact]:
+def facts_of(bound: Any, args: Sequence[Any], host_fn: Callable[..., Any]) -> list[Fact]:
     """All that the code of a kernel depends on beyond its key; `UnknownFact` if that cannot be said.
 
     Args:
         bound: Helion's kernel, traced for these arguments.
         args: the arguments.
-        run: the host function.
+        host_fn: the host function.
     """
     extractors = [*bound._specialize_extra(), *bound._guarded_input_facts()]
     facts = [_fact(x, args) for x in (*extractors, *bound._compiler_seed_specialization_extractors)]
-    (launch,) = recorded(run, args)
+    (launch,) = recorded(host_fn, args)
     for fact in facts:
         # Where all of a tensor's accesses became descriptors, a dimension's extent matters up to that of the box, which
         # is 1 for batches and blocks. Helion asks for the largest box of the kernel in every dimension.

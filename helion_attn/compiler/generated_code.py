@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 #: A host function that launches one Triton kernel.
-Run = Callable[..., Any]
+HostFn = Callable[..., Any]
 
 #: Lines of generated code, and what stands in their place: a line each, since the line that a kernel begins at is part
 #: of Triton's key.
@@ -54,7 +54,7 @@ def linked(source: str) -> str:
 
 
 @functools.cache
-def load(source: str, name: str) -> Run:
+def load(source: str, name: str) -> HostFn:
     """The function `name` of `source`, loaded once a process."""
     digest = hashlib.sha256(source.encode()).hexdigest()
     file = f"<{name}-{digest[:16]}>"
@@ -62,5 +62,5 @@ def load(source: str, name: str) -> Run:
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     module = types.ModuleType(f"helion_attn_generated_{digest}")
     exec(compile(source, file, "exec"), vars(module))
-    run: Run = getattr(module, name)
-    return run
+    host_fn: HostFn = getattr(module, name)
+    return host_fn

@@ -158,14 +158,14 @@ def _record_type() -> type[Any]:
 @contextlib.contextmanager
 def _records() -> Iterator[None]:
     """Have Helion take NamedTuples as `Record`s, in this thread."""
-    known = helion_types.TypeInfo.from_example
+    stock = helion_types.TypeInfo.from_example
     here = threading.get_ident()
 
     def from_example(cls: Any, value: Any, origin: Any) -> Any:
         is_named = isinstance(value, tuple) and hasattr(value, "_fields")
         # Helion knows its own.
         if threading.get_ident() != here or not is_named or type(value).__module__.partition(".")[0] == "helion":
-            return known(value, origin)
+            return stock(value, origin)
         if isinstance(origin, helion_origins.ArgumentOrigin):
             # Of a constant that is an argument the host function has the repr, which names a class that it does not
             # import. So it asks its argument.

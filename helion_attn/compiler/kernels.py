@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from helion_attn.compiler import code_cache
 from helion_attn.compiler.buffers import ALIGNMENT, Buffer
-from helion_attn.compiler.generated_code import Run
+from helion_attn.compiler.generated_code import HostFn
 from helion_attn.compiler.helion_adapter import Config, kernel_to_interpret
 from helion_attn.compiler.linked_launch import LinkedLaunch, link, recorded, through_triton, types_of
 
@@ -63,8 +63,8 @@ class Compiled(Runner):
         super().__init__(fn)
         self._generated = code_cache.Generated(fn, config)
         self._expected = expected
-        #: The host function, and what launches it again, by all that they depend on; None where only Triton can.
-        self._found: dict[Hashable, tuple[Run, LinkedLaunch | None]] = {}
+        #: The host function, and its linked launch, by all that they depend on; None where only Triton can launch it.
+        self._launches: dict[Hashable, tuple[HostFn, LinkedLaunch | None]] = {}
         #: A launch of each kernel that Triton compiled, by device and by all but sizes.
         self._of_kernels: dict[Hashable, LinkedLaunch] = {}
 
@@ -74,28 +74,28 @@ class Compiled(Runner):
         # All that Helion looks at: layouts, alignment, which arguments are the same tensor, and values.
         tensors = {id(args[i]): args[i] for i in of_tensors}
         layouts = [(x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT) for x in tensors.values()]
-        places = list(tensors)
-        same = [places.index(id(args[i])) for i in of_tensors]
+        identities = list(tensors)
+        same = [identities.index(id(args[i])) for i in of_tensors]
         key = (args[of_tensors[0]].device, *layouts, *same, *[args[i] for i in of_values])
-        known = self._found.get(key)
-        if known is not None:
-            run, found = known
-            if found is None:
-                through_triton(run, args, self._expected)
+        cached = self._launches.get(key)
+        if cached is not None:
+            host_fn, launch = cached
+            if launch is None:
+                through_triton(host_fn, args, self._expected)
             else:
-                found.at([args[i].data_ptr() for i in found.reads])
-            return found
-        if len(self._found) >= MAX_REMEMBERED:
-            self._found.clear()
+                launch.at([args[i].data_ptr() for i in launch.reads])
+            return launch
+        if len(self._launches) >= MAX_REMEMBERED:
+            self._launches.clear()
         base = self._generated.base(args)
-        run = self._generated.find(base, args)
-        launches = through_triton(run, args, self._expected)
-        found = link(run, launches, args)
-        if found is not None:
-            ((launch, _),) = launches
-            self._of_kernels[args[of_tensors[0]].device, base, types_of(launch)] = found
-        self._found[key] = run, found
-        return found
+        host_fn = self._generated.find(base, args)
+        launches = through_triton(host_fn, args, self._expected)
+        launch = link(host_fn, launches, args)
+        if launch is not None:
+            ((recorded_launch, _),) = launches
+            self._of_kernels[args[of_tensors[0]].device, base, types_of(recorded_launch)] = launch
+        self._launches[key] = host_fn, launch
+        return launch
 
     def linked(self, args: tuple[Any, ...]) -> LinkedLaunch | None:
         """Find a launch on tensors like these buffers, or None if something is to be compiled.
@@ -103,10 +103,10 @@ class Compiled(Runner):
         New lengths find one, most often.
         """
         base = self._generated.base(args)
-        run = self._generated.known(base, args)
-        if run is None:
+        host_fn = self._generated.cached(base, args)
+        if host_fn is None:
             return None
-        launch, *_ = recorded(run, args)
+        launch, *_ = recorded(host_fn, args)
         of_kernel = self._of_kernels.get((args[self._generated.tensors[0]].device, base, types_of(launch)))
         return None if of_kernel is None else of_kernel.resized(launch)
 

@@ -45,14 +45,14 @@ class Launch(NamedTuple):
     options: dict[str, Any]
 
 
-def recorded(run: Callable[..., Any], args: Sequence[Any]) -> list[Launch]:
-    """What `run(*args)` would launch."""
+def recorded(host_fn: Callable[..., Any], args: Sequence[Any]) -> list[Launch]:
+    """Return what `host_fn(*args)` would launch."""
     launches: list[Launch] = []
 
     def launcher(kernel: Any, grid: tuple[int, ...], *kernel_args: Any, **options: Any) -> None:
         launches.append(Launch(kernel, grid, kernel_args, options))
 
-    run(*args, _launcher=launcher)
+    host_fn(*args, _launcher=launcher)
     return launches
 
 
@@ -94,24 +94,25 @@ class Box(NamedTuple):
         of: which of the addresses it is of.
         rest: its fields but for the tensor; known to be sound.
         encoding: how it is encoded, as Triton's compiler says.
-        known: encoded ones, by address.
+        by_address: encoded ones.
     """
 
     of: int
     rest: dict[str, Any]
     encoding: dict[str, Any]
-    known: dict[int, Any]
+    by_address: dict[int, Any]
 
     def encoded(self, address: int) -> Any:
         """Encode the descriptor of a tensor at `address` for the driver."""
-        found = self.known.get(address)
+        found = self.by_address.get(address)
         if found is None:
-            if len(self.known) >= MAX_ENCODED:
-                self.known.clear()
+            if len(self.by_address) >= MAX_ENCODED:
+                self.by_address.clear()
             # Without the checks.
             descriptor = object.__new__(TensorDescriptor)
             descriptor.__dict__.update(self.rest, base=Address(address))
-            found = self.known[address] = driver.make_tensordesc_arg(descriptor, self.encoding, *_no_arguments())[0]
+            found, *_ = driver.make_tensordesc_arg(descriptor, self.encoding, *_no_arguments())
+            self.by_address[address] = found
         return found
 
 
@@ -278,11 +279,13 @@ def _place(objects: dict[int, int], x: torch.Tensor | Buffer) -> int:
     return objects[id(x)]
 
 
-def through_triton(run: Callable[..., Any], args: Sequence[Any], expected: tuple[str, ...]) -> list[tuple[Launch, Any]]:
-    """Call `run(*args)`, and return what it launched, and what Triton compiled for it.
+def through_triton(
+    host_fn: Callable[..., Any], args: Sequence[Any], expected: tuple[str, ...]
+) -> list[tuple[Launch, Any]]:
+    """Call `host_fn(*args)`, and return what it launched, and what Triton compiled for it.
 
     Args:
-        run: a host function of Helion's, which launches through Triton a kernel that is compiled with the passes.
+        host_fn: of Helion's, which launches through Triton a kernel that is compiled with the passes.
         args: its arguments.
         expected: names of the passes without which a warning is given.
     """
@@ -292,12 +295,14 @@ def through_triton(run: Callable[..., Any], args: Sequence[Any], expected: tuple
         compiled = default_launcher(triton_hook.with_passes(kernel, expected), grid, *kernel_args, **options)
         launches.append((Launch(kernel, grid, kernel_args, options), compiled))
 
-    run(*args, _launcher=launcher)
+    host_fn(*args, _launcher=launcher)
     return launches
 
 
-def link(run: Callable[..., Any], launches: Sequence[tuple[Launch, Any]], args: Sequence[Any]) -> LinkedLaunch | None:
-    """Link what `run(*args)` launched, to launch it with other addresses; warn and return None if that is not known."""
+def link(
+    host_fn: Callable[..., Any], launches: Sequence[tuple[Launch, Any]], args: Sequence[Any]
+) -> LinkedLaunch | None:
+    """Return the launch of `host_fn(*args)` for other addresses; warn and return None where it cannot be repeated."""
     try:
         if len(launches) != 1:
             raise NotLinked(f"the host function launches {len(launches)} kernels")
@@ -307,7 +312,7 @@ def link(run: Callable[..., Any], launches: Sequence[tuple[Launch, Any]], args: 
         # Of an unknown Triton the compilation has warned.
         if triton_is_known():
             warn_slower(
-                f"{run.__name__} is launched through Triton {triton.__version__} in every call, which costs the host "
-                f"some microseconds more than a launch that is repeated: {reason}."
+                f"{host_fn.__name__} is launched through Triton {triton.__version__} in every call, which costs the "
+                f"host some microseconds more than a launch that is repeated: {reason}."
             )
         return None

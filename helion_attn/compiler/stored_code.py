@@ -81,8 +81,8 @@ def read(key: str) -> list[Entry]:
         if text is not None:
             stored = json.loads(text)
             entries = list(stored["entries"])
-            known = all(fact[0] in FACTS for entry in entries for fact, _ in entry["facts"])
-            if known and stored["sha256"] == _checksum(key, entries):
+            facts_known = all(fact[0] in FACTS for entry in entries for fact, _ in entry["facts"])
+            if facts_known and stored["sha256"] == _checksum(key, entries):
                 return entries
     return []
 

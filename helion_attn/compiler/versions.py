@@ -1,8 +1,8 @@
 """The torch, Triton and Helion that this package runs with, and what a GPU has shown of each Triton.
 
 The passes edit Triton's IR, and launches repeat what its launcher does: neither is an interface of Triton's. So a
-version counts as known once a Hopper GPU has run the tests of attention, loads and turns under it. With an unknown one
-kernels compile without the passes and launch through Triton, which is right, slower, and said.
+version counts as known once a Hopper GPU has run the tests of attention, copies and ping-pong under it. With an
+unknown one kernels compile without the passes and launch through Triton, which is right, slower, and said.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ KNOWN_TRITONS = (
     KnownTriton(
         "3.7",
         "2.12, 2.13",
-        "H200, 2026-11-23: 613 of 614 tests of attention, loads and turns",
+        "H200, 2026-11-23: 613 of 614 tests of attention, copies and ping-pong",
         "HYBRID at D 256, causal: one register spills in the loop",
     ),
     KnownTriton(
         "3.8",
         "2.14",
-        "H200, 2026-11-23: 612 of 614 tests of attention, loads and turns",
+        "H200, 2026-11-23: 612 of 614 tests of attention, copies and ping-pong",
         "1 to 9% of the kernel's speed at D 64, 1 to 6% at D 128, up to 2% at D 256 (S 4096)",
     ),
     KnownTriton(
         "3.9",
         "2.15",
-        "H200, 2026-11-23: 612 of 614 tests of attention, loads and turns",
+        "H200, 2026-11-23: 612 of 614 tests of attention, copies and ping-pong",
         "about as much as under 3.8; at D 64 one to five registers spill in the loop",
     ),
 )

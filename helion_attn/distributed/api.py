@@ -408,15 +408,15 @@ def attention_varlen(
         all_keys=0,
     )
     call.check_places(pg.size())
-    row_bounds, block_bounds, known = bounds_of_rows(call, cu_seqlens_q, cu_seqlens_k, causal)
+    row_bounds, block_bounds, in_sequence = bounds_of_rows(call, cu_seqlens_q, cu_seqlens_k, causal)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     packed = quantized_rank(call, q, k, v, None, call.softmax.needs_k_mean_correction(return_lse))
     out, lse = allgather.run(call, packed, (row_bounds, block_bounds))
     nan = float("nan")
-    out = torch.where(known[:, None, None], out[0], torch.full_like(out[0], nan))
+    out = torch.where(in_sequence[:, None, None], out[0], torch.full_like(out[0], nan))
     if not return_lse:
         return out
-    return out, torch.where(known, lse[0], nan)
+    return out, torch.where(in_sequence, lse[0], nan)
 
 
 class ShardedOptions(DenseOptions, total=False):

@@ -17,7 +17,7 @@ from helion_attn.distributed.call import Call
 def bounds_of_rows(
     call: Call, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`(row_bounds, block_bounds, known)` of this rank's rows; `known` [M], those that are of a sequence.
+    """`(row_bounds, block_bounds, in_sequence)` of this rank's rows; `in_sequence` [M], those that are of a sequence.
 
     The host reads nothing. Where a table descends, or leaves the range of tokens, no row is of any sequence.
     """
@@ -27,13 +27,13 @@ def bounds_of_rows(
     # Rows beyond the last see what that sees. [M_blocks * bm]
     rows = first + torch.arange(-(-M // bm) * bm, device=cu_seqlens_q.device, dtype=torch.int32).clamp_max(M - 1)
     sequence = torch.searchsorted(cu_seqlens_q, rows, right=True) - 1
-    known = (sequence >= 0) & (sequence < cu_seqlens_q.size(0) - 1) & valid
-    sequence = torch.where(known, sequence, 0)
+    in_sequence = (sequence >= 0) & (sequence < cu_seqlens_q.size(0) - 1) & valid
+    sequence = torch.where(in_sequence, sequence, 0)
     begin, end = cu_seqlens_k[sequence], cu_seqlens_k[sequence + 1]
     if causal:
         # Bottom-right: the last row sees the last key.
         end = torch.maximum(begin, torch.minimum(end, end - cu_seqlens_q[sequence + 1] + rows + 1))
-    bounds = torch.where(known, torch.stack([begin, end]), 0)
+    bounds = torch.where(in_sequence, torch.stack([begin, end]), 0)
     of_blocks = bounds.view(2, -1, bm)
     least, most = of_blocks.amin(2), of_blocks.amax(2)
     block_bounds = torch.stack(
@@ -45,7 +45,7 @@ def bounds_of_rows(
         ],
         1,
     )
-    return bounds.to(torch.int32), block_bounds.to(torch.int32), known[:M]
+    return bounds.to(torch.int32), block_bounds.to(torch.int32), in_sequence[:M]
 
 
 def blocks_before(call: Call, positions: torch.Tensor, round_up: int) -> torch.Tensor:

@@ -71,13 +71,13 @@ def with_positions(call: Call, rope: Rope | None, device: torch.device) -> Rope 
     if rope is None:
         return None
 
-    def known(given: torch.Tensor | None, cut: Cut, first: int) -> torch.Tensor:
+    def with_more_keys(given: torch.Tensor | None, cut: Cut, first: int) -> torch.Tensor:
         if given is not None:
             return given
         runs = [(first + run.begin, first + run.begin + run.size) for run in cut.chunks(call.rank)]
         return torch.cat([torch.arange(*run, device=device) for run in runs])
 
-    at = known(rope.q_positions, call.q_cut, call.more_keys), known(rope.k_positions, call.k_cut, 0)
+    at = with_more_keys(rope.q_positions, call.q_cut, call.more_keys), with_more_keys(rope.k_positions, call.k_cut, 0)
     return unchecked_rope(rope.cos, rope.sin, rope.interleaved, *at)
 
 

@@ -119,8 +119,8 @@ def read_mask(
 def _read(mask: torch.Tensor, B: int, M: int, N: int, what: str, lowest_hides: bool) -> Visible:
     """`read_mask` of a mask that has passed its checks, `what` in errors."""
     by_scores = Visible(False, False, (), scores=mask)
-    if (known := _KEPT.find((mask,), M, N)) is not None:
-        if _matches_sample(mask, known.sample):
+    if (entry := _KEPT.find((mask,), M, N)) is not None:
+        if _matches_sample(mask, entry.sample):
             return by_scores
         _KEPT.drop((mask,), M, N)
     if (mask if mask.dtype == torch.bool else mask == 0).all():

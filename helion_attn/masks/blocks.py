@@ -258,9 +258,9 @@ def as_block_mask(mask: types.BlockMask | FlexMask | None) -> BlockMask | None:
         return mask
     if torch.compiler.is_compiling():
         raise RuntimeError("block_mask is not a helion_attn.BlockMask; in torch.compile it must be one, made outside")
-    known = _OF_FLEX.get(id(mask))
-    if known is not None and known[0]() is mask:
-        return known[1]
+    cached = _OF_FLEX.get(id(mask))
+    if cached is not None and cached[0]() is mask:
+        return cached[1]
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
     if not isinstance(mask, FlexMask):

@@ -238,7 +238,7 @@ def test_which_arguments_are_the_same_tensor_is_part_of_the_key() -> None:
     with process():
         for args in ((a, a, b), (a, b, b), (b, a, b), (a, b, c), (b, b, c), (c, a, b)):
             kernel(*args, True)
-    assert len(kernel._found) == 4
+    assert len(kernel._launches) == 4
 
 
 def test_code_that_was_changed_in_memory() -> None:

@@ -68,8 +68,8 @@ def test_descriptors_are_encoded_once_an_address() -> None:
     with planning() as made:
         attend()
         _, args, linked = made[-1]
-        known = [box.known for box in linked._boxes]
-        boxes = len(known)
+        descriptors = [box.by_address for box in linked._boxes]
+        boxes = len(descriptors)
         assert boxes > 1
         ENCODED.clear()
         others = elsewhere(args)
@@ -79,7 +79,7 @@ def test_descriptors_are_encoded_once_an_address() -> None:
         assert linked.compiled.launched[0] == linked.compiled.launched[3] != linked.compiled.launched[2]
         for _ in range(linked_launch.MAX_ENCODED + 3):
             launch_at(linked, elsewhere(args))
-        assert all(len(x) <= linked_launch.MAX_ENCODED for x in known)
+        assert all(len(x) <= linked_launch.MAX_ENCODED for x in descriptors)
 
 
 def small_launch(*kernel_args: Any, **options: Any) -> tuple[Any, FakeKernel]:

@@ -44,7 +44,7 @@ def with_hoisted_q_scale(loop: Loop) -> tuple[list[str], str]:
     """Convert in front of the loop what its conversions come from."""
     lines, begin = loop.lines, len(loop.before)
     end = begin + 1 + len(loop.body)
-    places = {name: i for i, line in enumerate(lines[:end]) if (name := defined(line))}
+    defined_at = {name: i for i, line in enumerate(lines[:end]) if (name := defined(line))}
     ahead: dict[str, str] = {}
     clones: dict[int, list[str]] = {}
     names: dict[str, str] = {}
@@ -57,14 +57,14 @@ def with_hoisted_q_scale(loop: Loop) -> tuple[list[str], str]:
         inside, outside, wanted, of_scores = [], [], [value], False
         while wanted:
             name = wanted.pop()
-            of_scores |= begin < places.get(name, 0) < end and '"tt.reduce"' in lines[places[name]]
-            if name not in places or not re.search(_TENSOR, lines[places[name]]):
+            of_scores |= begin < defined_at.get(name, 0) < end and '"tt.reduce"' in lines[defined_at[name]]
+            if name not in defined_at or not re.search(_TENSOR, lines[defined_at[name]]):
                 continue  # a scalar has no layout
-            if not begin < places[name] < end:
+            if not begin < defined_at[name] < end:
                 outside.append(name)
-            elif places[name] not in inside:
-                inside.append(places[name])
-                wanted += operands(lines[places[name]])
+            elif defined_at[name] not in inside:
+                inside.append(defined_at[name])
+                wanted += operands(lines[defined_at[name]])
         # Of the block's own scores, there is nothing in front of the loop.
         if of_scores or not inside:
             continue
@@ -75,11 +75,11 @@ def with_hoisted_q_scale(loop: Loop) -> tuple[list[str], str]:
         suffix = f"_in_{new[1:]}"
         own = {str(defined(lines[i])): f"{defined(lines[i])}{suffix}" for i in inside}
         for name in outside:
-            *_, its_type = re.finditer(_TENSOR, lines[places[name]])
+            *_, its_type = re.finditer(_TENSOR, lines[defined_at[name]])
             if its_type.group(1) == old:
                 own[name], kind = f"{name}{suffix}", its_type.group()
                 # A constant is made anew: nobody knows that a converted one's registers hold the same.
-                constant = re.search(r" = (arith\.constant dense<[^\[>]*> : )", lines[places[name]])
+                constant = re.search(r" = (arith\.constant dense<[^\[>]*> : )", lines[defined_at[name]])
                 conversion = f"ttg.convert_layout {name} : {kind} -> "
                 made = (constant[1] if constant else conversion) + kind.replace(old, new)
                 ahead[own[name]] = f"{loop.indent}{own[name]} = {made}"

@@ -102,9 +102,9 @@ def _with_rows_of_warps(loop: Loop) -> list[str]:
     single = [*_SINGLE_ROWS.finditer(text)]
     for found in single:
         text = text.replace(found.group() + "\n", "")
-    places = "\n".join(f"{found.group(1)} = #ttg.slice<{{dim = 1, parent = {mma}}}>" for found in single)
+    layouts = "\n".join(f"{found.group(1)} = #ttg.slice<{{dim = 1, parent = {mma}}}>" for found in single)
     line = next(line for line in text.split("\n") if line.startswith(f"{mma} = "))
-    return text.replace(line, f"{line}\n{places}" if places else line, 1).split("\n")
+    return text.replace(line, f"{line}\n{layouts}" if layouts else line, 1).split("\n")
 
 
 #: What the PTX after the loop does with shared memory and barriers, by letters, and the form that it must have.

@@ -173,10 +173,10 @@ def _without_block_barriers(ptx: str) -> str:
     lines = ptx.split("\n")
 
     labels = ("before_turns: ", "before_copies: ", "behind_wait: ", "behind_turns: ")
-    places = [i for label in labels for i, line in enumerate(lines) if label in line]
-    if len(places) != len(labels) or places != sorted(places):
+    found_at = [i for label in labels for i, line in enumerate(lines) if label in line]
+    if len(found_at) != len(labels) or found_at != sorted(found_at):
         raise BarrierInLoop("the marks of ping-pong are not in the PTX, once each and in their order")
-    before_loop, *with_copies, behind_loop = places
+    before_loop, *with_copies, behind_loop = found_at
     copies_and_wait = range(*with_copies)
     of_all = r"\s*(bar|barrier)(\.\w+)*\s+0[,;]"
     barriers = [i for i in range(before_loop, behind_loop) if re.match(of_all, lines[i])]

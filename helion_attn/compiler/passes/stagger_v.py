@@ -86,8 +86,8 @@ def with_staggered_v(loop: Loop, copies: list[str], rest: list[str], ahead: set[
     if len(of_v) != len(v) or not of_k:
         raise Refused(f"it has {len(of_v)} copies of V and {len(of_k)} of K")
     expected = only([line for line in copies if EXPECT in line], "its barriers of copies")
-    place = array(barrier)[1]
-    if any(array(name)[1] != place for name in v.values()):
+    slot = array(barrier)[1]
+    if any(array(name)[1] != slot for name in v.values()):
         raise Refused("V is not read where its barrier is")
     # What says where V is copied from, of the block at hand: names, and lines that compute them. What is not computed
     # from the block ahead is from j, as j + 2 where a block's place needs j + 1.
@@ -108,9 +108,9 @@ def with_staggered_v(loop: Loop, copies: list[str], rest: list[str], ahead: set[
             rf"arith\.addi {re.escape(j)}, ({VALUE}) : (i32|i64)",
         )
         of_block.insert(0, f"{indentation(body[0])}{BLOCK_BEFORE} = arith.subi {j}, {one_block} : {integer}")
-    places = [names.get(name, name) for line in of_v for name in source(line)]
+    sources = [names.get(name, name) for line in of_v for name in source(line)]
     varying = {name for line in body if (name := defined(line))}
-    if varying & {*places, *(name for line in of_block for name in operands(line))}:
+    if varying & {*sources, *(name for line in of_block for name in operands(line))}:
         raise Refused("where V is copied from is computed apart from its copies")
 
     def expecting(line: str, copied: list[str]) -> str:
@@ -147,7 +147,7 @@ def with_staggered_v(loop: Loop, copies: list[str], rest: list[str], ahead: set[
     names |= {destination(line)[0]: v[array_of(line)] for line in of_v}
     copies = [
         *(expecting(line, of_k) if line == expected else line for line in copies if line not in of_v),
-        f"{indent}{STAGGERED_BARRIER} = ttg.memdesc_index %stagger_v[{place}] : {barriers} -> {one}",
+        f"{indent}{STAGGERED_BARRIER} = ttg.memdesc_index %stagger_v[{slot}] : {barriers} -> {one}",
         *of_block,
         renamed(expecting(expected, of_v), names),
         *(renamed(line, names) for line in of_v),

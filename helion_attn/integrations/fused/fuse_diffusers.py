@@ -52,8 +52,8 @@ def rope_of(cos: torch.Tensor, sin: torch.Tensor, more: int = 0) -> Rope:
 
 def rope_of_complex(*tables: torch.Tensor) -> Rope:
     """Make a Rope of complex tables [S, D / 2], joined along S."""
-    turns = torch.cat(tables)
-    return unchecked_rope(turns.real.float().contiguous(), turns.imag.float().contiguous(), interleaved=True)
+    angles = torch.cat(tables)
+    return unchecked_rope(angles.real.float().contiguous(), angles.imag.float().contiguous(), interleaved=True)
 
 
 class Processor:
