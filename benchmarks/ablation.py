@@ -40,9 +40,10 @@ from helion_attn.kernels import attention
 from helion_attn.kernels.lib import schraudolph, steps
 from helion_attn.kernels.lib.specs import AttentionSpec
 from helion_attn.numerics import takes_bits
+from helion_attn.options import ScoreOptions
 from helion_attn.preprocess.lib.v_layout import position_of_key
-from helion_attn.problem import AttentionArgs, softmax_of
-from helion_attn.types import PackedTensors, Scores
+from helion_attn.problem import AttentionArgs, Choice
+from helion_attn.types import PackedTensors
 
 # --- variants -------------------------------------------------------------------------------------
 
@@ -235,13 +236,13 @@ def launch(
         n_len=M,
         d=D,
         d_v=D,
-        softmax=softmax_of(D, Scores(causal=causal, sm_scale=sm_scale)),
+        softmax=ScoreOptions(causal=causal, sm_scale=sm_scale).resolved(D),
         bshd=False,
         out_dtype=out.dtype,
         recipe=recipe.resolved,
         num_splits=None,
     )
-    attention.launch(tile, arguments, out, lse)
+    attention.launch(Choice(tile), arguments, out, lse)
 
 
 def prepare(variant: Variant, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:

@@ -48,9 +48,10 @@ from helion_attn.distributed import collectives
 from helion_attn.distributed.buffer import buffer_for, section
 from helion_attn.distributed.call import rank_steps
 from helion_attn.distributed.cut import Cut, cut_of
-from helion_attn.problem import MultiRankArgs, RankChunks, softmax_of
+from helion_attn.options import ScoreOptions
+from helion_attn.problem import MultiRankArgs, RankChunks
 from helion_attn.testing import relative_error
-from helion_attn.types import Balance, QuantizedQKV, RecipeName, Scores, Strategy
+from helion_attn.types import Balance, QuantizedQKV, RecipeName, Strategy
 
 STRATEGIES: tuple[Strategy, ...] = ("allgather", "ulysses", "ring")
 
@@ -168,7 +169,7 @@ def gathered_call(
         n_len=qkv.N,
         d=qkv.D,
         d_v=qkv.D_v,
-        softmax=softmax_of(qkv.D, Scores(causal=causal)),
+        softmax=ScoreOptions(causal=causal).resolved(qkv.D),
         bshd=False,
         recipe=qkv.recipe,
     )

@@ -70,7 +70,7 @@ def paged(recipe: ha.Recipe, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_s
 
     def dequantized() -> tuple[Tensor, Tensor, Tensor]:
         dtype, larger_d = cache.k8.dtype, max(cache.k8.size(3), cache.v8.size(2))
-        half = takes_half_scores(dtype, larger_d, softcap=False)
+        half = takes_half_scores(dtype, larger_d, capped=False)
         scaled = (
             (q.float(), row_descale(q, largest_q_of_cache(dtype, q.size(3), half)), dtype),
             (k.float(), k_descales(k, cache.page_size, dtype, most_amax_in_base(larger_d))[0], dtype),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -11,32 +10,29 @@ from typing_extensions import Unpack
 from helion_attn import auto, ops, plans
 from helion_attn.configs import packing
 from helion_attn.masks.blocks import as_block_mask
-from helion_attn.names import options_of, reject_unknown_kwargs, with_scores
+from helion_attn.names import reject_unknown_kwargs
+from helion_attn.options import CallOptions, QuantizedOptions, ScoreKwargs, ScoreOptions
 from helion_attn.problem import (
+    NO_MASK_ARGUMENTS,
+    NO_ROPE_ARGUMENTS,
     AttentionArgs,
     DenseArgs,
     PackArgs,
     QuantizeArgs,
-    fp32_sinks,
     mask_arguments,
     norm_arguments,
     rope_arguments,
-    softmax_of,
 )
 from helion_attn.types import (
     BALANCED,
     Auto,
     BlockMask,
-    CallOptions,
     Layout,
-    QuantizedOptions,
     QuantizedQKV,
     Recipe,
     RecipeName,
     RMSNorm,
     Rope,
-    ScoreOptions,
-    Scores,
     as_recipe,
     is_auto,
     packed_fields,
@@ -105,12 +101,10 @@ def quantize(
         qkv_bhsd = heads_first(q, k, v, layout)
         return ops.quantize_qkv, QuantizeArgs(
             *qkv_bhsd,
-            rope=rope_arguments(rope),
+            rope=NO_ROPE_ARGUMENTS if rope is None else rope_arguments(rope),
             norm=norm_arguments(q_norm, k_norm),
-            packing=packing(q.size(3), v.size(3), chosen.bits),
             recipe=chosen,
             shift_lse=True,
-            packs_q=True,
         )
 
     more, rest = (*rope_tensors(rope), *norm_tensors(q_norm, k_norm)), (interleaved(rope), *norm_eps(q_norm, k_norm))
@@ -211,7 +205,7 @@ def pack_unread(
     q, k, v = heads_first(q, k, v, layout)
     (B, H, M, D), (H_kv, N), D_v = q.shape, k.shape[1:3], v.size(3)
     tile = packing(D, D_v)
-    q8, k8, v8 = ops.pack_qkv(PackArgs(q=q, k=k, v=v, packing=tile))
+    q8, k8, v8 = ops.pack_qkv(PackArgs(q=q, k=k, v=v))
 
     rows = q_scale.new_ones(B, H, q8.size(1) * tile.bm)
     if q_scale.dim() == 2 and q_scale.size(1) != H:
@@ -249,29 +243,28 @@ def pack_unread(
     )
 
 
-#: Options that are tensors, or hold some.
-_OF_TENSORS = frozenset({"rope", "q_norm", "k_norm", "sinks", "block_mask"})
-_NO_TENSORS = *rope_tensors(None), *norm_tensors(None, None), None
+def split_tensors(
+    rope: Rope | None = None,
+    q_norm: RMSNorm | None = None,
+    k_norm: RMSNorm | None = None,
+    sinks: torch.Tensor | None = None,
+    block_mask: BlockMask | FlexMask | None = None,
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Options that are tensors or hold some, as `plans.run` takes them: these tensors, and what they have besides."""
+    if rope is None and q_norm is None and k_norm is None and sinks is None and block_mask is None:
+        return _NO_TENSORS, ()
+    mask = as_block_mask(block_mask)
+    dtype = None
+    if isinstance(sinks, torch.Tensor):
+        dtype, sinks = sinks.dtype, sinks.float().contiguous()
+    tensors = *rope_tensors(rope), *norm_tensors(q_norm, k_norm), sinks, *mask_arguments(mask)
+    lengths = () if mask is None else (mask.M, mask.N)
+    return tensors, (interleaved(rope), norm_eps(q_norm, k_norm), dtype, lengths)
 
 
-def split_options(options: Mapping[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Options but a block mask as `plans.run` takes them: tensors, of RoPE, the norms and sinks, and all else."""
-    if _OF_TENSORS.isdisjoint(options):
-        return _NO_TENSORS, (*options, *options.values())
-    rope, sinks, norms = options.get("rope"), options.get("sinks"), (options.get("q_norm"), options.get("k_norm"))
-    rest = {name: value for name, value in options.items() if name not in _OF_TENSORS}
-    dtype = sinks.dtype if isinstance(sinks, torch.Tensor) else None  # they are cast
-    tensors = *rope_tensors(rope), *norm_tensors(*norms), fp32_sinks(sinks)
-    return tensors, (*rest, *rest.values(), interleaved(rope), *norm_eps(*norms), dtype)
+_NO_TENSORS = *rope_tensors(None), *norm_tensors(None, None), None, *NO_MASK_ARGUMENTS
 
 
-def split_mask_options(options: Mapping[str, Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """The block mask among options: tensors, and all else."""
-    mask = as_block_mask(options.get("block_mask"))
-    return mask_arguments(mask), () if mask is None else (mask.M, mask.N)
-
-
-@with_scores
 def quantized_problem(
     qkv: QuantizedQKV,
     *,
@@ -279,17 +272,17 @@ def quantized_problem(
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
     num_splits: int | None = None,
-    **options: Unpack[ScoreOptions],
+    **scores: Unpack[ScoreKwargs],
 ) -> AttentionArgs:
     """The arguments of `attention_quantized`, checked, as its operation takes them."""
     check_head_dim("D is", qkv.D)
     check_head_dim("D_v is", qkv.D_v)
     check_recipe_dims(qkv.recipe, qkv.D, qkv.D_v)
     check_quantized(qkv, packing(qkv.D, qkv.D_v, qkv.recipe.bits))
-    scores = Scores(**options)
-    check_options(scores, return_lse, out_dtype, qkv.q_descale.size(1), qkv.q8.device)
+    given = ScoreOptions(**scores)
+    check_options(given, return_lse, out_dtype, qkv.q_descale.size(1), qkv.q8.device)
     check_splits(num_splits, qkv.N, qkv.D, qkv.D_v, qkv.recipe)
-    mask = as_block_mask(block_mask)
+    mask = None if block_mask is None else as_block_mask(block_mask)
     if mask is not None:
         B, H = qkv.q_descale.shape[:2]
         check_block_mask(mask, B, H, qkv.M, qkv.N, qkv.D, qkv.D_v, qkv.recipe, qkv.q8.device)
@@ -299,12 +292,12 @@ def quantized_problem(
         n_len=qkv.N,
         d=qkv.D,
         d_v=qkv.D_v,
-        softmax=softmax_of(qkv.D, scores),
+        softmax=given.resolved(qkv.D),
         bshd=qkv.layout == "bshd",
         out_dtype=qkv.dtype if out_dtype is None else out_dtype,
         recipe=qkv.recipe,
         num_splits=num_splits,
-        block_mask=mask_arguments(mask),
+        block_mask=NO_MASK_ARGUMENTS if mask is None else mask_arguments(mask),
     )
 
 
@@ -321,9 +314,18 @@ def attention_quantized(
     qkv: QuantizedQKV, *, return_lse: bool, **options: Unpack[QuantizedOptions]
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @reject_unknown_kwargs
-@options_of(quantized_problem)
 def attention_quantized(
-    qkv: QuantizedQKV, *, return_lse: bool = False, **options: Unpack[QuantizedOptions]
+    qkv: QuantizedQKV,
+    *,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    block_mask: BlockMask | FlexMask | None = None,
+    return_lse: bool = False,
+    out_dtype: torch.dtype | None = None,
+    num_splits: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(q k^T * sm_scale) v on quantised tensors: both products on operands of the recipe's dtypes.
 
@@ -356,18 +358,20 @@ def attention_quantized(
     if not isinstance(qkv, QuantizedQKV):
         raise TypeError(f"qkv is a {type(qkv).__name__}; it must be a helion_attn.QuantizedQKV")
 
-    def problem() -> tuple[Any, AttentionArgs]:
-        return ops.attention, quantized_problem(qkv, return_lse=return_lse, **options)
+    options: dict[str, Any] = {
+        "causal": causal, "sm_scale": sm_scale, "window": window, "softcap": softcap, "return_lse": return_lse,
+        "out_dtype": out_dtype, "num_splits": num_splits,
+    }  # fmt: skip
 
-    (*_, sinks), rest = split_options(options)
-    mask, lengths = split_mask_options(options)
+    def problem() -> tuple[Any, AttentionArgs]:
+        return ops.attention, quantized_problem(qkv, sinks=sinks, block_mask=block_mask, **options)
+
+    more, rest = split_tensors(sinks=sinks, block_mask=block_mask)
     sizes = qkv.M, qkv.N, qkv.D, qkv.D_v, qkv.dtype, qkv.layout, qkv.recipe
-    tensors = *qkv.tensors(), sinks, *mask
-    out, lse = plans.run("attention_quantized", tensors, (*sizes, return_lse, lengths, *rest), problem)
+    out, lse = plans.run("attention_quantized", (*qkv.tensors(), *more), (*sizes, *options.values(), *rest), problem)
     return (out, lse) if return_lse else out
 
 
-@with_scores
 def dense_problem(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -382,33 +386,33 @@ def dense_problem(
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
     num_splits: int | None = None,
-    **options: Unpack[ScoreOptions],
+    **scores: Unpack[ScoreKwargs],
 ) -> DenseArgs:
     """The arguments of `attention`, checked, as its operation takes them."""
     recipe = as_recipe(recipe)
     check_quantize(q, k, v, recipe, layout, rope, q_norm, k_norm)
     H = q.size(1 if layout == "bhsd" else 2)
-    scores = Scores(**options)
-    check_options(scores, return_lse, out_dtype, H, q.device)
-    check_splits(num_splits, k.size(2 if layout == "bhsd" else 1), q.size(3), v.size(3), recipe)
-    softmax = softmax_of(q.size(3), scores)
+    given = ScoreOptions(**scores)
+    check_options(given, return_lse, out_dtype, H, q.device)
+    if num_splits is not None:
+        check_splits(num_splits, k.size(2 if layout == "bhsd" else 1), q.size(3), v.size(3), recipe)
+    softmax = given.resolved(q.size(3))
     qkv_bhsd = heads_first(q, k, v, layout)
-    mask = as_block_mask(block_mask)
+    mask = None if block_mask is None else as_block_mask(block_mask)
     if mask is not None:
         (B, H, M, D), N = qkv_bhsd[0].shape, qkv_bhsd[1].size(2)
         check_block_mask(mask, B, H, M, N, D, v.size(3), recipe, q.device)
     return DenseArgs(
         *qkv_bhsd,
-        rope=rope_arguments(rope),
+        rope=NO_ROPE_ARGUMENTS if rope is None else rope_arguments(rope),
         norm=norm_arguments(q_norm, k_norm),
-        packing=packing(q.size(3), v.size(3), recipe.bits),
         softmax=softmax,
         bshd=layout == "bshd",
         out_dtype=q.dtype if out_dtype is None else out_dtype,
         recipe=recipe,
         num_splits=num_splits,
         shift_lse=softmax.needs_k_mean_correction(return_lse),
-        block_mask=mask_arguments(mask),
+        block_mask=NO_MASK_ARGUMENTS if mask is None else mask_arguments(mask),
     )
 
 
@@ -430,14 +434,30 @@ def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool, **options: Unpack[CallOptions]
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @reject_unknown_kwargs
-@options_of(dense_problem)
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool = False, **options: Unpack[CallOptions]
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    layout: Layout = "bhsd",
+    recipe: Recipe | RecipeName | Auto = BALANCED,
+    rope: Rope | None = None,
+    q_norm: RMSNorm | None = None,
+    k_norm: RMSNorm | None = None,
+    block_mask: BlockMask | FlexMask | None = None,
+    return_lse: bool = False,
+    out_dtype: torch.dtype | None = None,
+    num_splits: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(q k^T * sm_scale) v in FP8, from unquantised tensors, as one operation.
 
     It has the error of `quantize` and `attention_quantized`, which are for tensors that are attended to again. Up to
-    head dim 64 the attention kernel quantises Q itself (`ops.dense.quantises_q`).
+    head dim 64 the attention kernel quantises Q itself (`ops.choose.quantises_q`).
 
     On CUDA tensors (compute capability 9.0) it runs compiled kernels; on CPU tensors the same kernels in Helion's
     interpreter, slowly. A first call compiles: once that has taken 2 s, `logging.getLogger("helion_attn")` says so at
@@ -495,14 +515,20 @@ def attention(
         out, lse = ha.attention(q, k, v, causal=True, return_lse=True)
     """
 
-    def problem() -> tuple[Any, DenseArgs]:
-        if not is_auto(options.get("recipe")):
-            return ops.attention_dense, dense_problem(q, k, v, return_lse=return_lse, **options)
-        given: dict[str, Any] = {**options, "return_lse": return_lse}
-        asked = dense_problem(q, k, v, **{**given, "recipe": BALANCED})
-        return auto.pytorch_call(asked, given) or ops.attention_dense, asked
+    options: dict[str, Any] = {
+        "causal": causal, "sm_scale": sm_scale, "window": window, "softcap": softcap, "layout": layout,
+        "recipe": recipe, "return_lse": return_lse, "out_dtype": out_dtype, "num_splits": num_splits,
+    }  # fmt: skip
+    of_tensors: dict[str, Any] = {
+        "rope": rope, "q_norm": q_norm, "k_norm": k_norm, "sinks": sinks, "block_mask": block_mask
+    }  # fmt: skip
 
-    more, rest = split_options(options)
-    mask, lengths = split_mask_options(options)
-    out, lse = plans.run("attention", (q, k, v, *more, *mask), (return_lse, lengths, *rest), problem)
+    def problem() -> tuple[Any, DenseArgs]:
+        if not is_auto(recipe):
+            return ops.attention_dense, dense_problem(q, k, v, **options, **of_tensors)
+        asked = dense_problem(q, k, v, **{**options, "recipe": BALANCED}, **of_tensors)
+        return auto.pytorch_call(asked, options | of_tensors) or ops.attention_dense, asked
+
+    more, rest = split_tensors(**of_tensors)
+    out, lse = plans.run("attention", (q, k, v, *more), (*options.values(), *rest), problem)
     return (out, lse) if return_lse else out

@@ -160,7 +160,7 @@ def pytorch_call(problem: DenseArgs, options: Mapping[str, Any]) -> PyTorchCall 
     if why_not_pytorch(problem, options) is not None or _is_long(problem, crossover(problem)):
         return None
     q, k = problem.q, problem.k
-    return PyTorchCall(_hides_keys(problem), problem.softmax.sm_scale, q.size(1) != k.size(1), problem.bshd)
+    return PyTorchCall(_hides_keys(problem), problem.softmax.scale, q.size(1) != k.size(1), problem.bshd)
 
 
 def _is_long(problem: DenseArgs, row: Crossover) -> bool:

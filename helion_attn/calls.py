@@ -10,6 +10,7 @@ from helion_attn.numerics import FORMAT_MAX
 from helion_attn.types import PACKED_FIELDS, Recipe, Rope, preset_name
 
 if TYPE_CHECKING:
+    from helion_attn.options import ScoreOptions
     from helion_attn.problem import (
         AppendArgs,
         AttentionArgs,
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
         PackArgs,
         QuantizeArgs,
         RopeArgs,
-        Softmax,
         VarlenArgs,
     )
 
@@ -143,20 +143,19 @@ def _layout(bshd: bool) -> dict[str, Any]:
     return {"layout": "bshd"} if bshd else {}
 
 
-def _score_options(softmax: Softmax, D: int) -> dict[str, Any]:
+def _score_options(softmax: ScoreOptions, D: int) -> dict[str, Any]:
     causal = softmax.right == 0
     right = -1 if causal else softmax.right
     return {
+        **softmax.kwargs(),
         "causal": causal,
         "sm_scale": None if softmax.sm_scale == float(D**-0.5) else softmax.sm_scale,
         "window": None if softmax.left < 0 and right < 0 else (softmax.left, right),
-        "softcap": softmax.softcap,
-        "sinks": softmax.sinks,
     }
 
 
-def _outputs(softmax: Softmax, shift_lse: bool, out_dtype: torch.dtype, dtype: torch.dtype) -> dict[str, Any]:
-    """With sinks or a softcap the operation does not tell whether lse was asked for, and computes it as if."""
+def _outputs(softmax: ScoreOptions, shift_lse: bool, out_dtype: torch.dtype, dtype: torch.dtype) -> dict[str, Any]:
+    """Where K's mean must be corrected anyway, the operation does not tell whether lse was asked for."""
     return {
         "return_lse": shift_lse and not softmax.needs_k_mean_correction(return_lse=False),
         "out_dtype": None if out_dtype == dtype else out_dtype,

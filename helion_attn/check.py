@@ -14,12 +14,12 @@ from helion_attn.configs import SUPPORTED_D
 from helion_attn.explain import HOPPER_MULTIPROCESSORS
 from helion_attn.masks.blocks import BlockMask, as_block_mask
 from helion_attn.names import options_of, reject_unknown_kwargs
-from helion_attn.ops.attention import choose
-from helion_attn.ops.dense import shape_of_dense
+from helion_attn.ops.choose import choose, shape_of_dense
+from helion_attn.options import MaskedOptions
 from helion_attn.problem import DenseArgs
 from helion_attn.reference.rope import apply_rope
 from helion_attn.reference.shapes import hide_keys_of_rows, to_bhsd
-from helion_attn.types import BF16, PRESETS, MaskedOptions, Recipe, preset_name
+from helion_attn.types import BF16, PRESETS, Recipe, preset_name
 
 #: The recipes beside the one that was asked for, the fastest first: all presets with 8-bit numbers.
 COMPARED = {name: preset for name, preset in PRESETS.items() if preset is not BF16}
@@ -91,7 +91,7 @@ class Check:
 
 
 @reject_unknown_kwargs
-@options_of(dense_problem, but=("return_lse", "out_dtype", "num_splits"))
+@options_of(attention, but=("return_lse", "out_dtype", "num_splits"))
 def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Unpack[MaskedOptions]) -> Check:
     """Measure what `attention` loses on these tensors, with `recipe` and with the presets, beside 16-bit attention.
 
@@ -250,9 +250,7 @@ class _OnlineSoftmax:
         """Attend to the keys from `first` on, too: [heads, keys, D] and [heads, keys, D_v]."""
         of = self.sample
         # [heads, rows, keys]
-        s = self.q @ self._rounded(k).mT * of.softmax.sm_scale
-        if of.softmax.softcap is not None:
-            s = of.softmax.softcap * torch.tanh(s / of.softmax.softcap)
+        s = of.softmax.capped(self.q @ self._rounded(k).mT * of.softmax.scale)
         s = hide_keys_of_rows(s, of.rows, first, of.M, of.N, False, (of.softmax.left, of.softmax.right))
         if self.seen is not None:
             s = s.masked_fill(~self.seen[..., first : first + k.size(1)], float("-inf"))

@@ -10,15 +10,15 @@ import torch
 from typing_extensions import Unpack
 
 from helion_attn import auto, ops, plans
-from helion_attn.api import dense_problem, interleaved, norm_eps, split_mask_options, split_options
+from helion_attn.api import attention, dense_problem, split_tensors
 from helion_attn.compiler.passes.expected import expected_passes
 from helion_attn.compiler.passes.outcome import Outcome
-from helion_attn.configs import LargeTileConfig, TileConfig, scheduling
+from helion_attn.configs import LargeTileConfig, TileConfig
 from helion_attn.names import options_of, reject_unknown_kwargs
-from helion_attn.ops.attention import Choice, Shape
-from helion_attn.ops.dense import shape_of_dense
+from helion_attn.ops.choose import choose, reasons, shape_of_dense
+from helion_attn.options import CallOptions
 from helion_attn.plans import Plan
-from helion_attn.types import BALANCED, BlockMask, CallOptions, Recipe, RMSNorm, Rope, is_auto
+from helion_attn.types import BALANCED, BlockMask, RMSNorm, Rope, is_auto
 from helion_attn.validate.dense import check_is_norm
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Explanation:
 
 
 @reject_unknown_kwargs
-@options_of(dense_problem)
+@options_of(attention)
 def explain(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool = False, **options: Unpack[CallOptions]
 ) -> Explanation:
@@ -128,32 +128,32 @@ def explain(
         chosen = (auto.reason(problem, asked, where),)
         if auto.pytorch_call(problem, asked) is not None:
             return _of_pytorch(where, chosen)
+    shape = shape_of_dense(problem)
+    choice = choose(shape, count, problem)
     made = ops.attention_dense.plan(problem, count)
-    choice, shape = made.facts["choice"], shape_of_dense(problem)
     names = tuple(launch.kernel.name for launch in made.launches)
-    name = "fp8_attn_fwd_large_d" if isinstance(choice.tile, LargeTileConfig) else "fp8_attn_fwd"
     kernel = None
     if q.is_cuda:
         from helion_attn.compiler import triton_hook
 
         made.run(ops.attention_dense.tensors(problem))
-        kernel = dict(zip(names, made.compiled(), strict=False)).get(name)
+        kernel = dict(zip(names, made.compiled(), strict=False)).get(choice.kernel)
     two_level = shape.recipe.is_two_level(choice.tile.two_level)
     return Explanation(
         device=device,
         launches=names,
-        kernel=name,
+        kernel=choice.kernel,
         tile=choice.tile,
         passes=() if kernel is None else triton_hook.outcomes(kernel),
-        expected=expected_passes(choice.tile, two_level, made.facts["quantises_q"]),
+        expected=expected_passes(choice.tile, two_level, choice.quantises_q),
         registers=getattr(kernel, "n_regs", None),
         spills=getattr(kernel, "n_spills", None),
         splits=choice.splits,
-        quantises_q=made.facts["quantises_q"],
+        quantises_q=choice.quantises_q,
         lists_keys=shape.block_sparse,
         shares_tiles=choice.pack_gqa,
-        heads_at_once=_heads_at_once(shape, choice, count),
-        reasons=(*chosen, *_reasons(shape, choice, count, device)),
+        heads_at_once=choice.head_group,
+        reasons=(*chosen, *reasons(shape, choice, count, device)),
     )
 
 
@@ -259,15 +259,13 @@ def _given(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Mapping[str, Any]
 ) -> tuple[list[torch.Tensor], Hashable | None]:
     """The tensors of a call, and all that its plan depends on of them and their roles; None of what is not plain."""
-    (more, _), (mask, lengths) = split_options(options), split_mask_options(options)
-    given = [x for x in (q, k, v, *more, *mask) if x is not None]
-    of_norms = norm_eps(options.get("q_norm"), options.get("k_norm"))
-    rest = interleaved(options.get("rope")), *of_norms, lengths, *[x is None for x in (*more, *mask)]
-    return given, plans.key_of("plan", given, rest)
+    more, rest = split_tensors(**{name: options.get(name) for name in CALLED_WITH})
+    given = [x for x in (q, k, v, *more) if x is not None]
+    return given, plans.key_of("plan", given, (*rest, *[x is None for x in more]))
 
 
 @reject_unknown_kwargs
-@options_of(dense_problem)
+@options_of(attention)
 def plan(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool = False, **options: Unpack[CallOptions]
 ) -> AttentionPlan:
@@ -291,93 +289,3 @@ def plan(
     problem = dense_problem(q, k, v, return_lse=return_lse, **options)
     _, key = _given(q, k, v, options)
     return AttentionPlan(ops.attention_dense.plan(problem), key, return_lse, _texts(q, k, v, options))
-
-
-def _programs(a: Shape, choice: Choice) -> tuple[int, int]:
-    """Heads of a launch's grid, and programs of each, before keys are split."""
-    q_heads, kv_heads = a.heads
-    if choice.pack_gqa:
-        return kv_heads, scheduling.gqa_query_blocks(a.m_len, q_heads // kv_heads, choice.tile.bm)
-    if isinstance(choice.tile, LargeTileConfig):
-        return q_heads, a.blocks[0] * -(-a.d_v // choice.tile.v_tile)
-    return q_heads, a.blocks[0]
-
-
-def _heads_at_once(a: Shape, choice: Choice, sm_count: int) -> int:
-    if not (a.softmax.rows_differ or a.block_sparse) or choice.splits > 1:
-        return 1
-    return scheduling.head_group(*_programs(a, choice), sm_count, choice.tile.ctas_per_sm)
-
-
-def _reasons(a: Shape, choice: Choice, sm_count: int, device: str) -> tuple[str, ...]:
-    """A sentence each: on the kernel, the tile, the splits, the groups and the channels."""
-    return (
-        _why_kernel(a, choice),
-        _why_tile(choice, device),
-        _why_splits(a, choice, sm_count),
-        _why_groups(a, choice),
-        _why_channels(a.recipe),
-    )
-
-
-def _why_kernel(a: Shape, choice: Choice) -> str:
-    of = f"D {a.d}, D_v {a.d_v}"
-    if isinstance(choice.tile, LargeTileConfig):
-        return f"fp8_attn_fwd is not taken: {of} would be padded beyond what it has registers for, or to more work"
-    if a.recipe.bits != (8, 8):
-        return "fp8_attn_fwd_large_d is not taken: it has 8-bit numbers only"
-    return f"fp8_attn_fwd_large_d is not taken: {of} fits fp8_attn_fwd"
-
-
-def _why_tile(choice: Choice, device: str) -> str:
-    tile = choice.tile
-    load = tile.max_query_blocks_per_sm
-    size = "of any size" if load == float("inf") else f"of up to {load} query blocks an SM"
-    text = f"the tile is the one that was fastest on {tile.measured_on} for launches {size}"
-    if tile.measured_on not in (None, device) and "CPU" not in device:
-        text += f", and was not timed on {device}"
-    return text
-
-
-def _why_splits(a: Shape, choice: Choice, sm_count: int) -> str:
-    tile = choice.tile
-    if isinstance(tile, LargeTileConfig):
-        return "keys are not split: fp8_attn_fwd_large_d has no runs of keys"
-    if a.num_splits is not None:
-        return f"keys are {'split' if choice.splits > 1 else 'not split'}: num_splits says so"
-    if a.block_sparse:
-        return "keys are not split: how many blocks of them a program visits is not known here"
-    heads, of_each = _programs(a, choice)
-    programs, at_once = heads * of_each, sm_count * tile.ctas_per_sm
-    of_all = f"{programs} programs for the {at_once} that the GPU holds at once"
-    if choice.splits > 1:
-        return f"keys are split: {of_all} leave a part of it idle"
-    seen = scheduling.visible_key_blocks(a.blocks[1], a.softmax.left, a.softmax.right, tile.bm, tile.bn)
-    seen = min(seen, scheduling.mean_key_blocks(a.blocks[1], a.m_len, a.softmax.right, tile.bn))
-    if seen < (fewest := scheduling.MIN_RUNS * scheduling.MIN_RUN_BLOCKS):
-        return f"keys are not split: a program sees {seen} blocks of them, and merging pays from {fewest} on"
-    return f"keys are not split: there are {of_all}, and runs would not be {scheduling.SPLIT_GAIN} times as fast"
-
-
-def _why_groups(a: Shape, choice: Choice) -> str:
-    q_heads, kv_heads = a.heads
-    group = q_heads // kv_heads
-    if choice.pack_gqa:
-        return f"heads share tiles: {a.m_len} queries of {group} heads fill fewer tiles together"
-    if group == 1:
-        return "heads do not share tiles: every query head has a KV head of its own"
-    if a.block_sparse:
-        return "heads do not share tiles: a block mask may differ among them"
-    if isinstance(choice.tile, LargeTileConfig):
-        return "heads do not share tiles: fp8_attn_fwd_large_d has a tile for each"
-    return f"heads do not share tiles: {a.m_len} queries of {group} heads would not fill an eighth fewer tiles together"
-
-
-def _why_channels(recipe: Recipe) -> str:
-    if recipe.equalise:
-        return (
-            "channels of Q and K are equalised before they are rounded, where two queries and four keys or more show "
-            "that sizes differ: helion_attn.check says what that leaves of them"
-        )
-    why = "the recipe has equalise=False" if recipe.bits[0] == 8 else "Q and K have 16 bits"
-    return f"channels of Q and K are not equalised: {why}"

@@ -16,24 +16,15 @@ import torch
 from typing_extensions import Unpack
 
 from helion_attn import ops, plans
-from helion_attn.api import interleaved, rope_tensors, split_options
+from helion_attn.api import interleaved, rope_tensors, split_tensors
 from helion_attn.configs import page_packing
 from helion_attn.debug_state import debugging
 from helion_attn.names import options_of, reject_unknown_kwargs
 from helion_attn.numerics import MAX_CHANNEL_FACTOR_LOG2, SAMPLED_KEYS
+from helion_attn.options import CacheOptions, ScoreOptions
 from helion_attn.preprocess.lib.equalise import channel_factors_of
-from helion_attn.problem import AppendArgs, DecodeArgs, rope_arguments, softmax_of
-from helion_attn.types import (
-    CACHE_RECIPE,
-    CacheOptions,
-    Layout,
-    PagedKVCache,
-    Recipe,
-    RecipeName,
-    Rope,
-    Scores,
-    as_cache_recipe,
-)
+from helion_attn.problem import AppendArgs, DecodeArgs, rope_arguments
+from helion_attn.types import CACHE_RECIPE, Layout, PagedKVCache, Recipe, RecipeName, Rope, as_cache_recipe
 from helion_attn.validate.dense import check_count
 from helion_attn.validate.kv_cache import (
     CONSTANTS,
@@ -310,11 +301,11 @@ def decode_problem(
     out_dtype: torch.dtype | None = None,
 ) -> DecodeArgs:
     """The arguments of `attention_kvcache`, checked, as its operation takes them."""
-    scores = Scores(causal=causal, sm_scale=sm_scale, window=window, softcap=softcap, sinks=sinks)
+    scores = ScoreOptions(causal=causal, sm_scale=sm_scale, window=window, softcap=softcap, sinks=sinks)
     check_kvcache_attention(q, cache, block_table, cache_seqlens, layout, scores, return_lse, num_splits, out_dtype)
     if debugging():  # not in a check that flash-attn's function makes before it appends
         check_appended(q, cache, block_table, cache_seqlens, layout)
-    softmax = softmax_of(cache.D, scores)
+    softmax = scores.resolved(cache.D)
     return DecodeArgs(
         q=q.transpose(1, 2) if layout == "bshd" else q,
         cache=cache,
@@ -460,7 +451,9 @@ def attention_kvcache(
 
     if isinstance(block_table, torch.Tensor) and block_table.dim() == 3:
         return attention_of_heads(q, cache, block_table, cache_seqlens, return_lse, **options)
-    (*_, sinks), rest = split_options(options)
-    tensors = q, *cache_tensors(cache), block_table, cache_seqlens, sinks
-    out, lse = plans.run("attention_kvcache", tensors, (*cache_sizes(cache), return_lse, *rest), problem)
+    more, of_sinks = split_tensors(sinks=options.get("sinks"))
+    rest = {name: x for name, x in options.items() if name != "sinks"}
+    tensors = q, *cache_tensors(cache), block_table, cache_seqlens, *more
+    given = *cache_sizes(cache), return_lse, *rest, *rest.values(), *of_sinks
+    out, lse = plans.run("attention_kvcache", tensors, given, problem)
     return (out, lse) if return_lse else out

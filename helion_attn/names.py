@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from typing_extensions import ParamSpec
 
-from helion_attn.types import Scores
+from helion_attn.options import ScoreOptions
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -93,7 +93,7 @@ def in_lines(function: Callable[P, R]) -> Callable[P, R]:
 def with_scores(function: Callable[P, R]) -> Callable[P, R]:
     """The function; in the place of `**options` its signature has the fields of `Scores`."""
     signature = inspect.signature(function)
-    parameters = [x.replace(kind=x.KEYWORD_ONLY) for x in inspect.signature(Scores).parameters.values()]
+    parameters = [x.replace(kind=x.KEYWORD_ONLY) for x in inspect.signature(ScoreOptions).parameters.values()]
     parameters += [x for x in signature.parameters.values() if x.kind is not x.VAR_KEYWORD]
     parameters.sort(key=lambda x: x.kind)  # what is positional first; otherwise as they are
     function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -125,10 +125,13 @@ def reject_unknown_kwargs(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        for given in kwargs:
-            if given not in known:
-                raise TypeError(unknown_argument(name, known, given, kwargs[given]))
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except TypeError:
+            for given in kwargs:
+                if given not in known:
+                    raise TypeError(unknown_argument(name, known, given, kwargs[given])) from None
+            raise
 
     return in_lines(call)
 

@@ -213,9 +213,9 @@ def takes_bits(pv_dtype: torch.dtype, d: int) -> bool:
     return pv_dtype == torch.float8_e4m3fn and d <= MAX_BITS_D
 
 
-def takes_half_scores(k_dtype: torch.dtype, d: int, softcap: bool) -> bool:
+def takes_half_scores(k_dtype: torch.dtype, d: int, capped: bool) -> bool:
     """Whether scores of a KV cache are fp16; `d` as in `first_block_max`. Int8 products have sums in int32 alone."""
-    return k_dtype == torch.float8_e4m3fn and d <= MAX_BITS_D and not softcap
+    return k_dtype == torch.float8_e4m3fn and d <= MAX_BITS_D and not capped
 
 
 def most_amax_in_base(d: int) -> float:

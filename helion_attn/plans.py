@@ -20,14 +20,14 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from helion_attn import calls
 from helion_attn.compiler.buffers import ALIGNMENT, Buffer, Draft, Fill, Launch, Memory
 from helion_attn.compiler.notice import LOG
-from helion_attn.debug_state import debugging
-from helion_attn.validate.derivatives import is_forward_mode
+from helion_attn.debug_state import SEEN
 
 if TYPE_CHECKING:
     from helion_attn.compiler.linked_launch import LinkedLaunch
@@ -53,11 +53,11 @@ class Plan:
     Attributes:
         steps: fills and launches, in their order.
         outputs: the buffers that are returned.
-        facts: what was chosen, by name.
     """
 
     def __init__(self, draft: Draft, outputs: Sequence[Buffer]) -> None:
-        self.steps, self.outputs, self.facts = tuple(draft.steps), tuple(outputs), draft.facts
+        self.steps, self.outputs = tuple(draft.steps), tuple(outputs)
+        self._layouts = [(x.shape, x.stride(), x.dtype) for x in outputs]
         self._device, self._made, self._constants = draft.device, tuple(draft.made), tuple(draft.constants)
         #: Of each memory that is made: which output it is, or else its bytes into the workspace.
         self._returned = {x.memory.number: i for i, x in enumerate(outputs)}
@@ -107,7 +107,7 @@ class Plan:
                 return self.run(tensors)
         like = tensors[0]
         workspace = like.new_empty(self._workspace, dtype=torch.uint8)
-        outputs = [like.new_empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in self.outputs]
+        outputs = [like.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in self._layouts]
         bases = [x.data_ptr() for x in (*tensors, *self._constants, workspace, *outputs)]
         for step in self._linked:
             if isinstance(step, Fill):
@@ -260,7 +260,7 @@ def remember(key: Hashable, plan: Kept) -> Kept:
 
 def log_new(operation: Planned, arguments: Any, plan: Plan) -> None:
     """Log the public function's call that a new plan is for, if it is for one, at level DEBUG."""
-    if LOG.isEnabledFor(logging.DEBUG) and (call := operation.call_of(arguments)) is not None:
+    if (call := operation.call_of(arguments)) is not None:
         log_call(call, plan.kernels)
 
 
@@ -307,7 +307,7 @@ def can_skip_dispatcher() -> bool:
         and (torch._C._len_torch_function_stack() == 0 or has_default_device_alone())
         and torch._C._functorch.peek_interpreter_stack() is None
         and torch._C._get_tracing_state() is None
-        and not is_forward_mode()
+        and forward_ad._current_level < 0
     )
 
 
@@ -324,7 +324,7 @@ def key_of(name: str, tensors: Sequence[Any], options: Sequence[Any]) -> Hashabl
         tensors: all that it is given.
         options: all else; a tuple among them has its entries for options.
     """
-    if torch.compiler.is_compiling() or debugging() or not tensors or not all(map(is_plain, tensors)):
+    if torch.compiler.is_compiling() or SEEN.get() is not None or not tensors or not all(map(is_plain, tensors)):
         return None
     if not can_skip_dispatcher():
         return None
@@ -368,7 +368,8 @@ def run(
         if key is None:
             return operation(arguments)
         plan = remember(key, operation.plan(arguments))
-        log_new(operation, arguments, plan)
+        if LOG.isEnabledFor(logging.DEBUG):
+            log_new(operation, arguments, plan)
     if written:
         torch.autograd.graph.increment_version(written)
     return plan.run(given)

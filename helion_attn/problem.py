@@ -6,13 +6,26 @@ its plan.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from helion_attn.configs import Packing
-from helion_attn.numerics import LOG2E
-from helion_attn.types import BlockMask, PackedTensors, PagedKVCache, Recipe, RMSNorm, Rope, Scores, packed_fields
+from helion_attn import configs
+from helion_attn.configs import LargeTileConfig, Packing, TileConfig
+from helion_attn.options import ScoreOptions
+from helion_attn.types import BlockMask, PackedTensors, PagedKVCache, Recipe, RMSNorm, Rope
+
+
+@functools.lru_cache(1024)
+def _kept(find: Callable[..., Packing], D: int, D_v: int, bits: tuple[int, int]) -> Packing:
+    return find(D, D_v, bits)
+
+
+def _found(find: Callable[..., Packing], D: int, D_v: int, bits: tuple[int, int]) -> Packing:
+    """Block sizes and padding for head dims; symbolic ones have no hash."""
+    return _kept(find, D, D_v, bits) if type(D) is type(D_v) is int else find(D, D_v, bits)
 
 
 class RopeArgs(NamedTuple):
@@ -105,84 +118,6 @@ class ListSteps(NamedTuple):
 NO_LISTS = ListSteps(1, 1, 1, 1)
 
 
-def list_steps(mask: MaskArgs, heads: int) -> ListSteps:
-    """How the lists of a mask lie, of so many query heads."""
-    if mask.entries is None:
-        return NO_LISTS
-    B, H, row_blocks, key_blocks = mask.entries.shape
-    shared = heads if H == 1 and B > 1 else 1
-    return ListSteps(shared=shared, heads=B * H, row_blocks=row_blocks, key_blocks=key_blocks)
-
-
-class ScoreScales(NamedTuple):
-    """What kernels multiply scores by.
-
-    Attributes:
-        qk_scale: dequantised scores times it are in base 2; with a softcap they are what tanh is taken of.
-        tanh_scale: with a softcap, tanh times it is in base 2.
-    """
-
-    qk_scale: float
-    tanh_scale: float
-
-
-class Softmax(NamedTuple):
-    """Which scores there are, and what is done to them before and in the softmax.
-
-    Attributes:
-        sinks: fp32 [H], or None.
-        left: row i sees keys j >= i + N - M - left; all of them if it is negative.
-        right: row i sees keys j <= i + N - M + right; all of them if it is negative. Causal: 0.
-        sm_scale: multiplies q k^T; not negative.
-        softcap: scores become `softcap * tanh(score / softcap)`, unless it is None.
-    """
-
-    sinks: torch.Tensor | None
-    left: int
-    right: int
-    sm_scale: float
-    softcap: float | None
-
-    @property
-    def rows_differ(self) -> bool:
-        """Whether the mask leaves some rows many more keys than others, as that of causal attention does.
-
-        A window to the left is taken to leave most rows as many.
-        """
-        return self.right >= 0 and self.left < 0
-
-    def needs_k_mean_correction(self, return_lse: bool) -> bool:
-        """Whether a call sees what K's mean takes from all scores of a row, as a softmax of keys alone does not."""
-        return return_lse or self.softcap is not None or self.sinks is not None
-
-    def scales(self) -> ScoreScales:
-        """What scores are multiplied by."""
-        if self.softcap is None:
-            return ScoreScales(qk_scale=self.sm_scale * LOG2E, tanh_scale=1.0)
-        return ScoreScales(qk_scale=self.sm_scale / self.softcap, tanh_scale=self.softcap * LOG2E)
-
-    def choices(self) -> dict[str, bool]:
-        """Which specialisation of the mask and of scores it takes."""
-        return {"has_left": self.left >= 0, "has_right": self.right >= 0, "has_softcap": self.softcap is not None}
-
-
-def fp32_sinks(sinks: torch.Tensor | None) -> torch.Tensor | None:
-    """Sinks as the operations take them; what is none is checked elsewhere."""
-    return sinks.float().contiguous() if isinstance(sinks, torch.Tensor) else sinks
-
-
-def softmax_of(D: int, scores: Scores) -> Softmax:
-    """What a call's options say of scores of head dim D: causal is a right edge of 0, and sinks are fp32."""
-    left, right = (-1, -1) if scores.window is None else scores.window
-    return Softmax(
-        sinks=fp32_sinks(scores.sinks),
-        left=left,
-        right=0 if scores.causal else right,
-        sm_scale=float(D**-0.5 if scores.sm_scale is None else scores.sm_scale),
-        softcap=None if scores.softcap is None else float(scores.softcap),
-    )
-
-
 class DenseArgs(NamedTuple):
     """Attention from unquantised tensors.
 
@@ -192,7 +127,6 @@ class DenseArgs(NamedTuple):
         v: [B, H_kv, N, D_v], same dtype.
         rope: rotates Q and K first.
         norm: is applied to Q and K before that.
-        packing: block sizes and padding.
         softmax: and the rest, as in `AttentionArgs`.
         shift_lse: whether somebody sees what smooth_k takes from the scores.
     """
@@ -202,8 +136,7 @@ class DenseArgs(NamedTuple):
     v: torch.Tensor
     rope: RopeArgs
     norm: NormArgs
-    packing: Packing
-    softmax: Softmax
+    softmax: ScoreOptions
     bshd: bool
     out_dtype: torch.dtype
     recipe: Recipe
@@ -211,35 +144,10 @@ class DenseArgs(NamedTuple):
     shift_lse: bool
     block_mask: MaskArgs = NO_MASK_ARGUMENTS
 
-    def quantizing(self, packs_q: bool) -> QuantizeArgs:
-        """What packs it."""
-        return QuantizeArgs(
-            q=self.q,
-            k=self.k,
-            v=self.v,
-            rope=self.rope,
-            norm=self.norm,
-            packing=self.packing,
-            recipe=self.recipe,
-            shift_lse=self.shift_lse,
-            packs_q=packs_q,
-        )
-
-    def attending(self, tensors: tuple[torch.Tensor, ...]) -> AttentionArgs:
-        """What attends to its packed tensors."""
-        return AttentionArgs(
-            packed=PackedTensors(**packed_fields(tensors, self.recipe, self.shift_lse)),
-            m_len=self.q.size(2),
-            n_len=self.k.size(2),
-            d=self.q.size(3),
-            d_v=self.v.size(3),
-            softmax=self.softmax,
-            bshd=self.bshd,
-            out_dtype=self.out_dtype,
-            recipe=self.recipe,
-            num_splits=self.num_splits,
-            block_mask=self.block_mask,
-        )
+    @property
+    def packing(self) -> Packing:
+        """Block sizes and padding."""
+        return _found(configs.packing, self.q.size(3), self.v.size(3), self.recipe.bits)
 
 
 class VarlenArgs(NamedTuple):
@@ -251,7 +159,6 @@ class VarlenArgs(NamedTuple):
         v: [N, H_kv, D_v], same dtype.
         cu_seqlens_q: int32 [B + 1].
         cu_seqlens_k: int32 [B + 1].
-        packing: block sizes and padding.
         softmax: and the rest, as in `AttentionArgs`.
         shift_lse: whether somebody sees what smooth_k takes from the scores.
     """
@@ -261,11 +168,15 @@ class VarlenArgs(NamedTuple):
     v: torch.Tensor
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
-    packing: Packing
-    softmax: Softmax
+    softmax: ScoreOptions
     out_dtype: torch.dtype
     recipe: Recipe
     shift_lse: bool
+
+    @property
+    def packing(self) -> Packing:
+        """Block sizes and padding."""
+        return _found(configs.varlen_packing, self.q.size(-1), self.v.size(-1), self.recipe.bits)
 
 
 class AttentionArgs(NamedTuple):
@@ -290,7 +201,7 @@ class AttentionArgs(NamedTuple):
     n_len: int
     d: int
     d_v: int
-    softmax: Softmax
+    softmax: ScoreOptions
     bshd: bool
     out_dtype: torch.dtype
     recipe: Recipe
@@ -321,6 +232,29 @@ class AttentionArgs(NamedTuple):
             "shift_lse": self.packed.lse_shift is not None,
             **self.softmax.choices(),
         }
+
+
+class Choice(NamedTuple):
+    """Which kernel a call takes, and how its work is cut: `ops.choose` says.
+
+    Attributes:
+        tile: a `LargeTileConfig` runs `fp8_attn_fwd_large_d`, another `fp8_attn_fwd`.
+        splits: splits of a program's key blocks, whose results are merged if there are several.
+        pack_gqa: the heads of a group share tiles.
+        head_group: heads that come at once, or of packed sequences the programs of those.
+        quantises_q: the attention kernel quantises Q.
+    """
+
+    tile: TileConfig | LargeTileConfig
+    splits: int = 1
+    pack_gqa: bool = False
+    head_group: int = 1
+    quantises_q: bool = False
+
+    @property
+    def kernel(self) -> str:
+        """Its name."""
+        return "fp8_attn_fwd_large_d" if isinstance(self.tile, LargeTileConfig) else "fp8_attn_fwd"
 
 
 class RankChunks(NamedTuple):
@@ -417,7 +351,7 @@ class MultiRankArgs(NamedTuple):
     n_len: int
     d: int
     d_v: int
-    softmax: Softmax
+    softmax: ScoreOptions
     bshd: bool
     recipe: Recipe
 
@@ -460,7 +394,7 @@ class DecodeArgs(NamedTuple):
     block_table: torch.Tensor
     cache_seqlens: torch.Tensor
     splits: int | None
-    softmax: Softmax
+    softmax: ScoreOptions
     shift_lse: bool
     bshd: bool
     out_dtype: torch.dtype
@@ -475,10 +409,8 @@ class QuantizeArgs(NamedTuple):
         v: [B, H_kv, N, D_v], same dtype.
         rope: rotates Q and K first.
         norm: is applied to Q and K before that.
-        packing: block sizes and padding.
         recipe: how they become 8- or 16-bit numbers.
         shift_lse: whether somebody sees what smooth_k takes from the scores.
-        packs_q: otherwise no block of Q is packed: attention quantises it.
     """
 
     q: torch.Tensor
@@ -486,10 +418,13 @@ class QuantizeArgs(NamedTuple):
     v: torch.Tensor
     rope: RopeArgs
     norm: NormArgs
-    packing: Packing
     recipe: Recipe
     shift_lse: bool
-    packs_q: bool
+
+    @property
+    def packing(self) -> Packing:
+        """Block sizes and padding."""
+        return _found(configs.packing, self.q.size(3), self.v.size(3), self.recipe.bits)
 
 
 class SampledTokens(NamedTuple):
@@ -523,7 +458,6 @@ class DescribeRankArgs(NamedTuple):
         k: [B, H_kv, N, D], same dtype.
         v: [B, H_kv, N, D_v], same dtype.
         rope: rotates Q and K first; with positions.
-        packing: block sizes and padding.
         recipe: how they become 8- or 16-bit numbers.
         k_rows: sampled keys for which every rank has room.
         q_rows: sampled queries, likewise; read with `recipe.equalise`.
@@ -535,12 +469,16 @@ class DescribeRankArgs(NamedTuple):
     k: torch.Tensor
     v: torch.Tensor
     rope: RopeArgs
-    packing: Packing
     recipe: Recipe
     k_rows: int
     q_rows: int
     k_sample: SampledTokens
     q_sample: SampledTokens
+
+    @property
+    def packing(self) -> Packing:
+        """Block sizes and padding."""
+        return _found(configs.varlen_packing, self.q.size(-1), self.v.size(-1), self.recipe.bits)
 
 
 class QuantizeRankArgs(NamedTuple):
@@ -561,10 +499,14 @@ class QuantizeRankArgs(NamedTuple):
     q_sample: torch.Tensor | None
     v_largest: torch.Tensor
     rope: RopeArgs
-    packing: Packing
     recipe: Recipe
     shift_lse: bool
     all_keys: int
+
+    @property
+    def packing(self) -> Packing:
+        """Block sizes and padding."""
+        return _found(configs.varlen_packing, self.q.size(-1), self.v.size(-1), self.recipe.bits)
 
 
 class PackArgs(NamedTuple):
@@ -574,13 +516,16 @@ class PackArgs(NamedTuple):
         q: [B, H, M, D], float8_e4m3fn, any strides.
         k: [B, H_kv, N, D], float8_e4m3fn, any strides.
         v: [B, H_kv, N, D_v], float8_e4m3fn, any strides.
-        packing: block sizes and padding.
     """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    packing: Packing
+
+    @property
+    def packing(self) -> Packing:
+        """Block sizes and padding."""
+        return configs.packing(self.q.size(3), self.v.size(3))
 
 
 class TransformArgs(NamedTuple):

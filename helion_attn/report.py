@@ -18,7 +18,6 @@ from helion_attn.api import attention, attention_quantized, dense_problem, quant
 from helion_attn.calls import Call, line, of_decode, of_dense, of_packed, of_varlen
 from helion_attn.check import Error, _error, _Sample
 from helion_attn.compiler.notice import LOG
-from helion_attn.configs import packing
 from helion_attn.debug_state import Seen
 from helion_attn.kv_cache import attention_kvcache, decode_problem
 from helion_attn.masks.blocks import BlockMask
@@ -35,7 +34,7 @@ from helion_attn.problem import (
 from helion_attn.reference.rounding_model import attend, quantize
 from helion_attn.reference.shapes import hide_keys_of_rows, to_bhsd
 from helion_attn.testing import error_budget
-from helion_attn.types import BF16, PagedKVCache, QuantizedQKV, Recipe, RMSNorm, Rope, Scores
+from helion_attn.types import BF16, PagedKVCache, QuantizedQKV, Recipe, RMSNorm, Rope
 from helion_attn.varlen import attention_varlen, varlen_problem
 from helion_attn.version import __version__
 
@@ -134,7 +133,6 @@ def _dense(a: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Re
         v=v,
         rope=NO_ROPE_ARGUMENTS,
         norm=norm_arguments(None, None),
-        packing=a.packing if isinstance(a, VarlenArgs) else packing(q.size(3), v.size(3), (8, 8)),
         softmax=a.softmax,
         bshd=False,
         out_dtype=a.out_dtype,
@@ -195,11 +193,8 @@ def _modelled(part: Part, sample: _Sample) -> torch.Tensor:
     if sample.seen is not None:
         seen = seen & sample.seen
     heads = [h for _b, h, _kv in sample.heads]
-    scores = Scores(
-        sm_scale=softmax.sm_scale,
-        softcap=softmax.softcap,
-        sinks=None if softmax.sinks is None else softmax.sinks[heads],
-    )
+    sinks = None if softmax.sinks is None else softmax.sinks[heads]
+    scores = dataclasses.replace(softmax, causal=False, window=None, sinks=sinks)
     out, _lse = attend(rounded._replace(**of_rows), a.recipe, scores, seen.expand(1, len(heads), -1, -1), a.packing.bn)
     return out[0].to(a.out_dtype).double()
 

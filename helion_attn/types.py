@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from typing_extensions import Self
 
 from helion_attn.numerics import FORMAT_MAX, MAX_P_OFFSET_LOG2, MAX_SEED, largest_for_half_scores, takes_bits
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
 #: How the axes of [B, H, S, D] and [B, S, H, D] tensors are named.
 Layout: TypeAlias = Literal["bhsd", "bshd"]
@@ -133,12 +131,10 @@ class Recipe:
     p_offset_log2: int | None = None
 
     def __post_init__(self) -> None:
-        given = self._asked()
-        missing = {name: value for name, value in self._implied().items() if given[name] is None}
-        # Made here, and not when asked for: torch.compile may ask.
-        object.__setattr__(self, "_resolved", Recipe(**{**given, **missing}) if missing else self)
-        if missing:
+        # Found here, and not when asked for: torch.compile may ask.
+        if self.resolved is not self:
             object.__setattr__(self, "_values", self.resolved.__dict__["_values"])
+            self._find()
             return  # the values of `resolved` were checked
         for name, accepted in RECIPE_CHOICES.items():
             value = getattr(self, name)
@@ -187,6 +183,11 @@ class Recipe:
         promoted = self.bits[1] == 8 if self.promote_every is None else self.promote_every == 1
         values = {**self._asked(), "promote_every": promoted, "p_offset_log2": self.p_offset}
         object.__setattr__(self, "_values", tuple(values.values()))
+        self._find()
+
+    def _find(self) -> None:
+        """Find properties that are kept."""
+        _ = self.bits, self.is_given, self.p_offset
 
     def _implied(self) -> dict[str, Any]:
         """What the fields that may be None are implied to be, whatever they are."""
@@ -201,10 +202,12 @@ class Recipe:
             "center_v": pv_8_bit,
         }
 
-    @property
+    @functools.cached_property
     def resolved(self) -> Recipe:
         """An equal recipe in which every field that others imply has its value."""
-        return self.__dict__["_resolved"]
+        given = self._asked()
+        missing = {name: value for name, value in self._implied().items() if given[name] is None}
+        return Recipe(**{**given, **missing}) if missing else self
 
     def _asked(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -228,12 +231,12 @@ class Recipe:
         changed = (f"{name}={x!r}" for name, x in self._asked().items() if x is not None and x != default[name])
         return f"Recipe({', '.join(changed)})"
 
-    @property
+    @functools.cached_property
     def bits(self) -> tuple[int, int]:
         """Bits of Q and K, and of P and V."""
         return 8 * self.qk_dtype.itemsize, 8 * self.pv_dtype.itemsize
 
-    @property
+    @functools.cached_property
     def is_given(self) -> bool:
         """Whether `pack` was given the descales: nothing is transformed or scaled."""
         return self.k_scales == "head"
@@ -248,7 +251,7 @@ class Recipe:
             return largest_for_half_scores(d)
         return FORMAT_MAX.get(self.qk_dtype, 1.0)
 
-    @property
+    @functools.cached_property
     def p_offset(self) -> int:
         """`p_offset_log2`, or what None stands for."""
         return self.p_offset_log2 if self.p_offset_log2 is not None else MAX_P_OFFSET_LOG2[self.pv_dtype]
@@ -675,100 +678,3 @@ class BlockMask(_OfTensors):
 
 # What `torch.load` takes with its default, `weights_only=True`.
 torch.serialization.add_safe_globals([Recipe, RMSNorm, Rope, QuantizedQKV, PagedKVCache])
-
-
-class ScoreOptions(TypedDict, total=False):
-    """Options that every attention function has, for its overloads; `helion_attn.attention` says what they mean."""
-
-    causal: bool
-    sm_scale: float | None
-    window: tuple[int, int] | None
-    softcap: float | None
-    sinks: torch.Tensor | None
-
-
-@dataclass(frozen=True, eq=False)  # of tensors: == of their fields would be ambiguous
-class Scores:
-    """A call's `ScoreOptions`, with what each is by default."""
-
-    causal: bool = False
-    sm_scale: float | None = None
-    window: tuple[int, int] | None = None
-    softcap: float | None = None
-    sinks: torch.Tensor | None = None
-
-
-class MaskOptions(TypedDict, total=False):
-    """Those of attention whose scores may be any."""
-
-    block_mask: BlockMask | FlexMask | None
-
-
-class OracleOptions(ScoreOptions, MaskOptions, total=False):
-    """Those of `reference.attention`."""
-
-    layout: Layout
-
-
-class AttentionOptions(ScoreOptions, total=False):
-    """Those of whatever has an output dtype."""
-
-    out_dtype: torch.dtype | None
-
-
-class SplitOptions(TypedDict, total=False):
-    """Those of attention whose keys may be split among programs."""
-
-    num_splits: int | None
-
-
-class QuantizedOptions(AttentionOptions, SplitOptions, MaskOptions, total=False):
-    """Those of `helion_attn.attention_quantized`."""
-
-
-class TensorOptions(AttentionOptions, total=False):
-    """Those of how dense tensors lie and what is done to them first."""
-
-    layout: Layout
-    rope: Rope | None
-
-
-class NormOptions(TypedDict, total=False):
-    """Those of attention that normalises Q and K."""
-
-    q_norm: RMSNorm | None
-    k_norm: RMSNorm | None
-
-
-class DenseOptions(TensorOptions, total=False):
-    """Those of attention on one GPU and on several."""
-
-    recipe: Recipe | RecipeName
-
-
-class MaskedOptions(DenseOptions, NormOptions, MaskOptions, total=False):
-    """Those of `helion_attn.check`."""
-
-
-class CallOptions(TensorOptions, NormOptions, MaskOptions, SplitOptions, total=False):
-    """Those of `helion_attn.attention`."""
-
-    recipe: Recipe | RecipeName | Auto
-
-
-class ModelOptions(MaskedOptions, total=False):
-    """Those of `reference.fp8_attention`."""
-
-    block_n: int | None
-
-
-class VarlenOptions(AttentionOptions, total=False):
-    """Those of `helion_attn.attention_varlen`."""
-
-    recipe: Recipe | RecipeName
-
-
-class CacheOptions(AttentionOptions, SplitOptions, total=False):
-    """Those of `helion_attn.attention_kvcache`."""
-
-    layout: Layout

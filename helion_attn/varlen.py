@@ -8,16 +8,15 @@ import torch
 from typing_extensions import Unpack
 
 from helion_attn import ops, plans
-from helion_attn.api import split_options
-from helion_attn.configs import varlen_packing
-from helion_attn.names import options_of, reject_unknown_kwargs, with_scores
-from helion_attn.problem import VarlenArgs, softmax_of
-from helion_attn.types import BALANCED, Recipe, RecipeName, ScoreOptions, Scores, VarlenOptions, as_recipe
+from helion_attn.api import split_tensors
+from helion_attn.names import reject_unknown_kwargs
+from helion_attn.options import ScoreKwargs, ScoreOptions, VarlenOptions
+from helion_attn.problem import VarlenArgs
+from helion_attn.types import BALANCED, Recipe, RecipeName, as_recipe
 from helion_attn.validate.dense import check_options, check_recipe
 from helion_attn.validate.varlen import check_varlen
 
 
-@with_scores
 def varlen_problem(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -28,22 +27,21 @@ def varlen_problem(
     recipe: Recipe | RecipeName = BALANCED,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
-    **options: Unpack[ScoreOptions],
+    **scores: Unpack[ScoreKwargs],
 ) -> VarlenArgs:
     """The arguments of `attention_varlen`, checked, as its operation takes them."""
     recipe = as_recipe(recipe)
     check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)
     check_recipe(recipe, q.size(2), v.size(2))
-    scores = Scores(**options)
-    check_options(scores, return_lse, out_dtype, q.size(1), q.device)
-    softmax = softmax_of(q.size(2), scores)
+    given = ScoreOptions(**scores)
+    check_options(given, return_lse, out_dtype, q.size(1), q.device)
+    softmax = given.resolved(q.size(2))
     return VarlenArgs(
         q=q,
         k=k,
         v=v,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
-        packing=varlen_packing(q.size(2), v.size(2), recipe.bits),
         softmax=softmax,
         out_dtype=q.dtype if out_dtype is None else out_dtype,
         recipe=recipe,
@@ -85,7 +83,6 @@ def attention_varlen(
     **options: Unpack[VarlenOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @reject_unknown_kwargs
-@options_of(varlen_problem)
 def attention_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -93,8 +90,14 @@ def attention_varlen(
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     *,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    recipe: Recipe | RecipeName = BALANCED,
     return_lse: bool = False,
-    **options: Unpack[VarlenOptions],
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`attention` of every sequence of a batch, whose tokens lie one after the other without padding.
 
@@ -136,11 +139,15 @@ def attention_varlen(
         out = ha.attention_varlen(q, k, v, cu_seqlens, cu_seqlens, causal=True)
     """
 
-    def problem() -> tuple[Any, VarlenArgs]:
-        given = q, k, v, cu_seqlens_q, cu_seqlens_k
-        return ops.attention_varlen, varlen_problem(*given, return_lse=return_lse, **options)
+    options: dict[str, Any] = {
+        "causal": causal, "sm_scale": sm_scale, "window": window, "softcap": softcap, "recipe": recipe,
+        "return_lse": return_lse, "out_dtype": out_dtype,
+    }  # fmt: skip
+    given = q, k, v, cu_seqlens_q, cu_seqlens_k
 
-    (*_, sinks), rest = split_options(options)
-    tensors = q, k, v, cu_seqlens_q, cu_seqlens_k, sinks
-    out, lse = plans.run("attention_varlen", tensors, (return_lse, *rest), problem)
+    def problem() -> tuple[Any, VarlenArgs]:
+        return ops.attention_varlen, varlen_problem(*given, sinks=sinks, **options)
+
+    more, rest = split_tensors(sinks=sinks)
+    out, lse = plans.run("attention_varlen", (*given, *more), (*options.values(), *rest), problem)
     return (out, lse) if return_lse else out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 from unittest import mock
@@ -279,6 +280,40 @@ def test_a_call_has_one_plan() -> None:
             (plan,) = plans._PLANS.values()
             known.append(plan)
     assert known == known[:1] * 3
+
+
+def test_a_plan_depends_on_every_option() -> None:
+    """On its value, or for what holds tensors on which of these there are."""
+    q = torch.zeros(1, 2, 20, 32, dtype=torch.bfloat16)
+    norm = ha.RMSNorm(torch.ones(32, dtype=torch.bfloat16))
+    others: dict[str, Any] = {
+        "causal": True,
+        "sm_scale": 0.5,
+        "window": (3, 0),
+        "softcap": 30.0,
+        "sinks": torch.zeros(2),
+        "layout": "bshd",
+        "recipe": ha.FAST,
+        "rope": ha.Rope(torch.rand(20, 16), torch.rand(20, 16)),
+        "q_norm": norm,
+        "k_norm": norm,
+        "block_mask": ha.BlockMask.from_dense(torch.rand(20, 20) < 0.5),
+        "return_lse": True,
+        "out_dtype": torch.float32,
+        "num_splits": 1,
+    }
+    parameters = inspect.signature(ha.attention).parameters
+    assert list(others) == [name for name, x in parameters.items() if x.kind is x.KEYWORD_ONLY]
+    keys = []
+
+    def run(name: str, tensors: Sequence[Any], options: Sequence[Any], problem: object) -> tuple[Tensor, Tensor]:
+        keys.append((*options, *[x is None for x in tensors]))
+        return q, q
+
+    with mock.patch.object(plans, "run", run):
+        for options in ({}, *[{name: x} for name, x in others.items()]):
+            ha.attention(q, q, q, **options)
+    assert all(key not in keys[:i] for i, key in enumerate(keys))
 
 
 def test_a_new_length_is_linked_to_what_is_compiled() -> None:

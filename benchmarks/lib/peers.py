@@ -22,8 +22,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import helion_attn as ha
 from helion_attn.numerics import DESCALE_MIN, E4M3_MAX, FORMAT_MAX
+from helion_attn.options import ScoreOptions
 from helion_attn.reference import rounding_model
-from helion_attn.types import Scores
 
 E4M3 = torch.float8_e4m3fn
 
@@ -130,7 +130,7 @@ def modelled(recipe: ha.Recipe, shared: dict[str, tuple[int, ...]]) -> Prepare:
         )
 
         def run() -> Tensor:
-            return rounding_model.attend(r, recipe, Scores(causal=causal, sm_scale=sm_scale))[0].to(q.dtype)
+            return rounding_model.attend(r, recipe, ScoreOptions(causal=causal, sm_scale=sm_scale))[0].to(q.dtype)
 
         return Prepared(run, _identity, functools.partial(values_of, r))
 

@@ -25,9 +25,9 @@ from benchmarks.lib.suite import Options
 from benchmarks.lib.tables import mask
 from devtools.inputs import make_qkv
 from devtools.workloads import BENCH_HIDDEN, BENCH_TOKENS, Workload
+from helion_attn.options import ScoreOptions
 from helion_attn.reference import rounding_model
 from helion_attn.testing import error_budget, relative_error
-from helion_attn.types import Scores
 
 #: Query rows that most suites check against the oracle, in every head of the first and the last batch.
 CHECKED_ROWS = 64
@@ -197,7 +197,7 @@ def kernel_error_budget(problem: Problem, recipe: ha.Recipe) -> float:
     heads, mask, causal = slice(None if problem.block_mask else 1), problem.block_mask, problem.workload.causal
     q, (k, v) = problem.q[:1, heads, problem.rows], (x[:1, heads] for x in (problem.k, problem.v))
     rounded = rounding_model.quantize(q, k, v, recipe)
-    out, _lse = rounding_model.attend(rounded, recipe, Scores(causal=causal), mask)
+    out, _lse = rounding_model.attend(rounded, recipe, ScoreOptions(causal=causal), mask)
     error = relative_error(out.to(q.dtype), oracle(*values_of(rounded), causal, mask))
     return error_budget(error, q.dtype, device=q.device)
 

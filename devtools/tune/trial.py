@@ -11,7 +11,8 @@ from devtools.sm90 import compile_for_sm90, fake_cuda
 from devtools.tune.candidates import Tile, recipe_of, workloads
 from devtools.workloads import Workload
 from helion_attn.configs import LargeTileConfig, TileConfig
-from helion_attn.types import PackedTensors, Scores
+from helion_attn.options import ScoreOptions
+from helion_attn.types import PackedTensors
 
 #: Standard deviation of 8-bit Q and K. Real ones have about that: their largest magnitude is the format's.
 SPREAD = 32.0
@@ -66,8 +67,10 @@ def _packed(tile: Tile, w: Workload) -> list[tuple[tuple[int, ...], torch.dtype]
 
 def _launch(tile: Tile, w: Workload, tensors: list[torch.Tensor]) -> None:
     """The kernel alone."""
+    from helion_attn.compiler.buffers import sm_count
     from helion_attn.kernels import attention, attention_large_d
-    from helion_attn.problem import AttentionArgs, softmax_of
+    from helion_attn.ops.choose import head_group, shape_of
+    from helion_attn.problem import AttentionArgs, Choice
 
     recipe = recipe_of(tile)
     # Scores of standard deviation about 1, as with N(0, 1) inputs. The spread belongs to the numbers, not to the
@@ -82,16 +85,17 @@ def _launch(tile: Tile, w: Workload, tensors: list[torch.Tensor]) -> None:
         n_len=w.N,
         d=w.D,
         d_v=w.D_v or w.D,
-        softmax=softmax_of(w.D, Scores(causal=w.causal, sm_scale=sm_scale)),
+        softmax=ScoreOptions(causal=w.causal, sm_scale=sm_scale).resolved(w.D),
         bshd=False,
         out_dtype=out.dtype,
         recipe=recipe,
         num_splits=None,
     )
+    choice = Choice(tile, head_group=head_group(shape_of(arguments), Choice(tile), sm_count(q8)))
     if isinstance(tile, TileConfig):
-        attention.launch(tile, arguments, out, lse)
+        attention.launch(choice, arguments, out, lse)
     else:
-        attention_large_d.launch(tile, arguments, out, lse)
+        attention_large_d.launch(tile, arguments, out, lse, choice.head_group)
 
 
 def precompile(tile: Tile) -> Compiled:

@@ -62,15 +62,14 @@ class Draft:
         steps: what it does, in this order.
         made: memories that it allocates.
         constants: tensors that are the same in every call.
-        facts: what is to be known of the plan by name, such as the tile that was chosen.
     """
 
     def __init__(self, device: torch.device, sm_count: int) -> None:
         self.device, self.sm_count, self.tensor_type = device, sm_count, torch.Tensor
+        self.is_cuda = device.type == "cuda"
         self.steps: list[Launch | Fill] = []
         self.made: list[Memory] = []
         self.constants: list[torch.Tensor] = []
-        self.facts: dict[str, Any] = {}
         self._given = 0
 
     def given(self, x: torch.Tensor) -> Buffer:
@@ -125,12 +124,6 @@ def sm_count(x: torch.Tensor | Buffer) -> int:
     return x.draft.sm_count if isinstance(x, Buffer) else multiprocessors(x.device)
 
 
-def note(x: torch.Tensor | Buffer, name: str, fact: Any) -> None:
-    """Say of the plan that `x` is of what was chosen, if it is of one."""
-    if isinstance(x, Buffer):
-        x.draft.facts[name] = fact
-
-
 def sizes_of(args: tuple[Any, ...]) -> tuple[int, ...]:
     """A shape that is given as one argument, or as several."""
     return tuple(args[0]) if len(args) == 1 and not isinstance(args[0], int) else args
@@ -143,10 +136,12 @@ class Buffer:
         draft: the plan.
         memory: what it lies in.
         offset: bytes from the memory's beginning.
-        shape: and strides, dtype, as a tensor's.
+        shape: and strides, dtype, itemsize, as a tensor's.
+        device: where the plan is to run.
+        is_cuda: whether that is a GPU.
     """
 
-    __slots__ = ("_strides", "draft", "dtype", "memory", "offset", "shape")
+    __slots__ = ("_strides", "device", "draft", "dtype", "is_cuda", "itemsize", "memory", "offset", "shape")
 
     def __init__(
         self,
@@ -160,21 +155,7 @@ class Buffer:
         self.draft, self.memory, self.offset, self.shape, self._strides, self.dtype = (
             draft, memory, offset, shape, strides, dtype,
         )  # fmt: skip
-
-    @property
-    def device(self) -> torch.device:
-        """Where the plan is to run."""
-        return self.draft.device
-
-    @property
-    def is_cuda(self) -> bool:
-        """Whether that is a GPU."""
-        return self.draft.device.type == "cuda"
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return self.dtype.itemsize
+        self.device, self.is_cuda, self.itemsize = draft.device, draft.is_cuda, dtype.itemsize
 
     def element_size(self) -> int:
         """Bytes of an element."""

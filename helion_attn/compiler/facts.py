@@ -24,20 +24,22 @@ Fact = list[Any]
 ALIGNMENT = 16
 
 
-def _descriptor(x: torch.Tensor, most: list[int]) -> list[Any]:
+def _descriptor(args: Sequence[Any], i: int, most: list[int]) -> list[Any]:
     """Facts that TMA asks of a tensor that is read in boxes: strides, extents up to `most`, and 32-bit coordinates.
 
     A box fits an extent if it is no larger than the largest power of two that does.
     """
-    shape, strides, width = x.shape, x.stride(), x.element_size()
+    x: torch.Tensor = args[i]
+    shape, strides, width = x.shape, x.stride(), x.itemsize
     contiguous = strides.index(1) if strides.count(1) == 1 else None
     aligned = [stride * width % ALIGNMENT == 0 for stride in strides]
     extents = [min(1 << size.bit_length() >> 1, n) for size, n in zip(shape, most, strict=True)]
     return [contiguous, aligned, extents, max(shape) < 2**31]
 
 
-def _aligned(x: torch.Tensor) -> bool:
+def _aligned(args: Sequence[Any], i: int) -> bool:
     """Return whether TMA can read from a tensor's address; Helion takes it that fake tensors have none."""
+    x: torch.Tensor = args[i]
     return tensor_type(x).__name__ not in ("FakeTensor", "FunctionalTensor") and x.data_ptr() % ALIGNMENT == 0
 
 
@@ -48,8 +50,8 @@ FACTS: dict[str, Callable[..., Any]] = {
     "number": lambda args, i: args[i],
     "has_size": lambda args, i, dim, size: args[i].size(dim) == size,
     "has_stride": lambda args, i, dim, stride: args[i].stride(dim) == stride,
-    "descriptor": lambda args, i, most: _descriptor(args[i], most),
-    "aligned": lambda args, i: _aligned(args[i]),
+    "descriptor": _descriptor,
+    "aligned": _aligned,
     "multiprocessors": lambda args, i: torch.cuda.get_device_properties(args[i].device).multi_processor_count,
 }
 
@@ -82,7 +84,7 @@ def holding(facts: Sequence[Sequence[Any]]) -> Callable[[Sequence[Any]], bool]:
         for i, take, expected in strides:
             if take(args[i].stride()) != expected:
                 return False
-        return all(value(fact, args) == expected for fact, expected in others)
+        return all(FACTS[name](args, *parameters) == expected for (name, *parameters), expected in others)
 
     return hold
 

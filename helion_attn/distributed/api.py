@@ -22,21 +22,9 @@ from helion_attn.distributed.cut import Cut, cut_of
 from helion_attn.distributed.packed import bounds_of_rows
 from helion_attn.distributed.prepare import all_lengths, exchanged, quantized_rank
 from helion_attn.names import reject_unknown_kwargs
+from helion_attn.options import DenseOptions, ScoreOptions
 from helion_attn.plans import log_call
-from helion_attn.problem import softmax_of
-from helion_attn.types import (
-    BALANCED,
-    Balance,
-    DenseOptions,
-    Layout,
-    PackedTensors,
-    Recipe,
-    RecipeName,
-    Rope,
-    Scores,
-    Strategy,
-    as_recipe,
-)
+from helion_attn.types import BALANCED, Balance, Layout, PackedTensors, Recipe, RecipeName, Rope, Strategy, as_recipe
 from helion_attn.validate.dense import check_no_grad, check_options, check_recipe
 from helion_attn.validate.distributed import check_balance, check_part, check_rope_lengths, check_strategy, rope_text
 from helion_attn.validate.values import check_balance_of_parts, note_balance
@@ -222,7 +210,7 @@ def attention(
         out = ha.distributed.attention(q, k, v, causal=True)  # this rank's queries
     """
     pg = collectives.resolve(group)
-    scores = Scores(causal=causal, sm_scale=sm_scale, window=window, softcap=softcap, sinks=sinks)
+    scores = ScoreOptions(causal=causal, sm_scale=sm_scale, window=window, softcap=softcap, sinks=sinks)
 
     def check_own() -> None:
         check_strategy(strategy)
@@ -284,7 +272,7 @@ def attention(
         D_v=D_v,
         packing=varlen_packing(D, D_v, chosen.bits),
         recipe=chosen,
-        softmax=softmax_of(D, scores),
+        softmax=scores.resolved(D),
         bshd=layout == "bshd",
         out_dtype=q.dtype if out_dtype is None else out_dtype,
         return_lse=return_lse,
@@ -350,7 +338,7 @@ def attention_varlen(
         out = ha.distributed.attention_varlen(q, k, v, cu_seqlens, cu_seqlens, causal=True)
     """
     pg = collectives.resolve(group)
-    scores = Scores(causal=causal, sm_scale=sm_scale, softcap=softcap, sinks=sinks)
+    scores = ScoreOptions(causal=causal, sm_scale=sm_scale, softcap=softcap, sinks=sinks)
 
     def check_own() -> None:
         check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, is_part=True)
@@ -401,7 +389,7 @@ def attention_varlen(
         packing=varlen_packing(D, D_v, chosen.bits),
         recipe=chosen,
         # Causality is in the rows' bounds.
-        softmax=softmax_of(D, replace(scores, causal=False)),
+        softmax=replace(scores, causal=False).resolved(D),
         bshd=True,
         out_dtype=q.dtype if out_dtype is None else out_dtype,
         return_lse=return_lse,

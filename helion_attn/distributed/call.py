@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,8 @@ from helion_attn.configs import Packing
 from helion_attn.distributed.buffer import Buffer, descales_in_order
 from helion_attn.distributed.cut import Cut
 from helion_attn.ops.attention import empty_out_and_lse
-from helion_attn.problem import MultiRankArgs, RankChunks, Softmax
+from helion_attn.options import ScoreOptions
+from helion_attn.problem import MultiRankArgs, RankChunks
 from helion_attn.types import PackedTensors, Recipe
 from helion_attn.validate.distributed import check_places
 
@@ -43,7 +44,7 @@ class Call:
     D_v: int
     packing: Packing
     recipe: Recipe
-    softmax: Softmax
+    softmax: ScoreOptions
     bshd: bool
     out_dtype: torch.dtype
     return_lse: bool
@@ -156,7 +157,7 @@ def attend(
             n_len=part.n_len,
             d=call.D,
             d_v=call.D_v,
-            softmax=call.softmax._replace(sinks=sinks),
+            softmax=replace(call.softmax, sinks=sinks),
             bshd=bshd,
             recipe=call.recipe,
         )

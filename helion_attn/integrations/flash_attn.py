@@ -15,7 +15,8 @@ from helion_attn.debug_state import debugging
 from helion_attn.integrations.flash_attn_arguments import check_unsupported, takes_flash_attn_2
 from helion_attn.kv_cache import append_kvcache, attention_kvcache
 from helion_attn.names import reject_unknown_kwargs
-from helion_attn.types import BALANCED, Auto, PagedKVCache, Recipe, RecipeName, ScoreOptions, Scores, as_choice
+from helion_attn.options import ScoreOptions
+from helion_attn.types import BALANCED, Auto, PagedKVCache, Recipe, RecipeName, as_choice
 from helion_attn.validate.dense import (
     check_descale,
     check_descale_form,
@@ -83,12 +84,12 @@ def _scores(
         window = tuple(-1 if edge is None else edge for edge in window_size)
     check_window(window, "window_size")
     check_softcap(softcap, no_cap=0.0)
-    return {
-        "causal": causal,
-        "sm_scale": softmax_scale,
-        "window": None if window is None or window == (-1, -1) else window,
-        "softcap": None if softcap == 0.0 else softcap,
-    }
+    return ScoreOptions(
+        causal=causal,
+        sm_scale=softmax_scale,
+        window=None if window == (-1, -1) else window,
+        softcap=None if softcap == 0.0 else softcap,
+    )
 
 
 @overload
@@ -214,13 +215,13 @@ def flash_attn_func(
                 raise ValueError(
                     f"{name} is given and q is not float8_e4m3fn; only tensors of that dtype have descales"
                 )
-        return attention(q, k, v, layout="bshd", recipe=recipe, return_lse=return_lse, **scores)
+        return attention(q, k, v, layout="bshd", recipe=recipe, return_lse=return_lse, **scores.kwargs())
 
     check_qkv(q, k, v, "bshd", dtypes=(torch.float8_e4m3fn,))
     shape = (q.size(0), k.size(2))
     q_scale, k_scale, v_scale = (_descale(name, descale, shape, q.device) for name, descale in descales.items())
     qkv = pack_unread(q, k, v, q_scale, k_scale, v_scale, "bshd", torch.bfloat16)
-    return attention_quantized(qkv, return_lse=return_lse, **scores)
+    return attention_quantized(qkv, return_lse=return_lse, **scores.kwargs())
 
 
 @takes_flash_attn_2
@@ -298,7 +299,9 @@ def flash_attn_varlen_func(
     return_lse = return_attn_probs or return_softmax_lse
     scores = _scores(softmax_scale, causal, window_size, softcap)
     check_flag(return_lse, "return_attn_probs")
-    return attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, recipe=recipe, return_lse=return_lse, **scores)
+    return attention_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, recipe=recipe, return_lse=return_lse, **scores.kwargs()
+    )
 
 
 def _descale(name: str, descale: torch.Tensor | None, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
@@ -452,7 +455,7 @@ def flash_attn_with_kvcache(
     splits = None if num_splits == 0 else num_splits
     # Everything is checked before the cache is written.
     check_kvcache_attention(
-        q, cache, page_table, cache_seqlens, "bshd", Scores(**scores), return_softmax_lse, splits, None, KVCACHE_NAMES
+        q, cache, page_table, cache_seqlens, "bshd", scores, return_softmax_lse, splits, None, KVCACHE_NAMES
     )
     if (k is None) != (v is None):
         missing, other = ("k", "v") if k is None else ("v", "k")
@@ -462,5 +465,6 @@ def flash_attn_with_kvcache(
         append_kvcache(cache, k, v, page_table, cache_seqlens, layout="bshd")
         cache_seqlens = cache_seqlens + k.size(1)
     return attention_kvcache(
-        q, cache, page_table, cache_seqlens, layout="bshd", num_splits=splits, return_lse=return_softmax_lse, **scores
-    )
+        q, cache, page_table, cache_seqlens, layout="bshd", num_splits=splits, return_lse=return_softmax_lse,
+        **scores.kwargs(),
+    )  # fmt: skip

@@ -17,7 +17,8 @@ from helion_attn.api import attention
 from helion_attn.integrations.graphs import graph_break
 from helion_attn.integrations.tensor_memo import TensorMemo
 from helion_attn.masks.blocks import BlockMask
-from helion_attn.types import Auto, Recipe, ScoreOptions, preset_of
+from helion_attn.options import ScoreKwargs
+from helion_attn.types import Auto, Recipe, preset_of
 from helion_attn.validate.block_mask import BLOCK_MASK_DIMS, has_block_masks
 from helion_attn.validate.dense import check_no_grad
 from helion_attn.validate.varlen import MAX_VARLEN_D
@@ -311,7 +312,7 @@ def attend_to_visible(
     v: torch.Tensor,
     visible: Visible,
     recipe: Recipe | Auto,
-    **scores: Unpack[ScoreOptions],
+    **scores: Unpack[ScoreKwargs],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of every row to what a mask leaves it.
 

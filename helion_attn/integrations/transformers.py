@@ -16,17 +16,8 @@ from helion_attn.integrations.masks import attend_to_visible, check_visible, rea
 from helion_attn.integrations.rules import Rule, check_supported, is_none, is_zero
 from helion_attn.integrations.transformers_masks import MaskTensor, VisibleKeys, what_is_seen
 from helion_attn.integrations.transformers_models import refuse_own_attention
-from helion_attn.types import (
-    BALANCED,
-    CACHE_RECIPE,
-    Auto,
-    Recipe,
-    RecipeName,
-    ScoreOptions,
-    Scores,
-    as_cache_recipe,
-    as_choice,
-)
+from helion_attn.options import ScoreOptions
+from helion_attn.types import BALANCED, CACHE_RECIPE, Auto, Recipe, RecipeName, as_cache_recipe, as_choice
 from helion_attn.validate.dense import check_options, check_qkv, check_sinks
 
 #: What the attention function accepts of what models pass.
@@ -351,13 +342,13 @@ def attention_forward(
     if left is not None and left < 0:
         raise ValueError(f"sliding_window is {left + 1}; it must be None, for no window, or at least 1")
 
-    scores: ScoreOptions = {
-        "causal": causal,
-        "sm_scale": scaling,
-        "window": None if left is None else (left, 0),
-        "softcap": softcap,
-        "sinks": s_aux,
-    }
+    scores = ScoreOptions(
+        causal=causal,
+        sm_scale=scaling,
+        window=None if left is None else (left, 0),
+        softcap=softcap,
+        sinks=s_aux,
+    )
     if layer is not None:
         if causal and any(start == stop for start, stop in spans):
             raise NotImplementedError(
@@ -371,12 +362,12 @@ def attention_forward(
             )
         is_prompt = layer.tokens == 0
         # What raises must do so before the cache has the keys.
-        check_options(Scores(**scores), False, None, H, query.device)
+        check_options(scores, False, None, H, query.device)
         layer.append(query, key, value, [start for start, _ in spans])
         if not is_prompt:
-            return layer.attend(query, **scores), None
+            return layer.attend(query, **scores.kwargs()), None
 
-    options: dict[str, Any] = {**scores, "recipe": recipe, "layout": "bshd"}
+    options: dict[str, Any] = {**scores.kwargs(), "recipe": recipe, "layout": "bshd"}
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if all(span == (0, N) for span in spans):
         return attention(q, k, v, **options), None

@@ -15,7 +15,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from typing_extensions import Unpack
 
 from helion_attn.kv_cache import append_kvcache, attention_kvcache, cache_constants, paged_kv_cache
-from helion_attn.types import PagedKVCache, Recipe, ScoreOptions
+from helion_attn.options import ScoreKwargs
+from helion_attn.types import PagedKVCache, Recipe
 
 #: With fewer first tokens of a sequence than these, the cache has no constants.
 TOKENS_OF_CONSTANTS = 32
@@ -239,7 +240,7 @@ class PagedLayer(CacheLayerMixin):
         """Not supported."""
         raise NotImplementedError("helion_attn: a cache in 8 bits is not offloaded")
 
-    def attend(self, q: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, **options: Unpack[ScoreKwargs]) -> torch.Tensor:
         """Attention of the last tokens' queries [B, H, M, D] to all keys: [B, M, H, D_v]."""
         assert self.cache is not None
         table, lengths = self.block_table(), self.lengths()

@@ -31,9 +31,9 @@ Where scores have 8 bits and P is bf16, whose range is that of fp32, there is no
 not rescaled. Where a row's sum passes `MAX_ROW_SUM`, the program walks all blocks again, with a running maximum.
 
 Three specialisations more, which cost nothing where they are not asked for. A window (Longformer, arXiv:2004.05150;
-Mistral 7B, arXiv:2310.06825) moves the two edges; causality is a right edge of 0. A softcap (Gemma 2, arXiv:2408.00118)
-makes `softcap * tanh(s / softcap)` of a scaled score. A sink (StreamingLLM, arXiv:2309.17453; gpt-oss), one more logit
-of each head, joins the sum in the epilogue.
+Mistral 7B, arXiv:2310.06825) moves the two edges; causality is a right edge of 0. `lib.steps.softmax_input` may cap
+scaled scores (Gemma 2, arXiv:2408.00118). A sink (StreamingLLM, arXiv:2309.17453; gpt-oss), one more logit of each
+head, joins the sum in the epilogue.
 
 With few queries, each head of a group would fill a tile in part. So the group's heads, which have their keys in common,
 may share tiles (PackGQA in the code of FlashAttention-3, arXiv:2407.08608). Their rows stay where `quantize` put them:
@@ -50,11 +50,10 @@ import functools
 
 import torch
 
-from helion_attn.compiler.buffers import sm_count
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, helion, helion_config, hl
 from helion_attn.compiler.kernels import Compiled, compiled, interpreted
 from helion_attn.compiler.passes.expected import expected_passes
-from helion_attn.configs import MASK_BLOCK, MAX_FRESH_D, TileConfig, scheduling
+from helion_attn.configs import MASK_BLOCK, MAX_FRESH_D, TileConfig
 from helion_attn.kernels.lib.block_max import update_block_max
 from helion_attn.kernels.lib.inline_asm import maximum
 from helion_attn.kernels.lib.keys import (
@@ -119,7 +118,8 @@ from helion_attn.numerics import (
     first_block_max,
     takes_bits,
 )
-from helion_attn.problem import NO_CHUNKS, AttentionArgs, ListSteps, RankChunks, ScoreScales, list_steps, magic
+from helion_attn.options import ScoreScales
+from helion_attn.problem import NO_CHUNKS, AttentionArgs, Choice, ListSteps, RankChunks, magic
 
 
 def fp8_attn_fwd(
@@ -484,13 +484,11 @@ interpreted_kernel = interpreted(fp8_attn_fwd)
 
 
 def launch(
-    tile: TileConfig,
+    choice: Choice,
     a: AttentionArgs,
     out: torch.Tensor,
     lse: torch.Tensor,
     q_blocks: torch.Tensor | None = None,
-    splits: int = 1,
-    pack_gqa: bool = False,
     query: Query | None = None,
     rank_chunks: RankChunks | None = None,
     bounds: Bounds | None = None,
@@ -498,19 +496,20 @@ def launch(
     """Write `out` and `lse`.
 
     Args:
-        tile: the config; q8 and v8 are packed in its block sizes.
+        choice: of `fp8_attn_fwd`; q8 and v8 are packed in the block sizes of its tile. With `q_blocks` and
+            `rank_chunks`, keys are not split and heads share no tiles.
         a: the operation's arguments.
         out: contiguous [B, H, M, D_v], or [B, M, H, D_v] when `a.bshd`; bf16, fp16, fp32 or e4m3. With `q_blocks`
             [M, H, D_v], and `bshd`.
         lse: fp32 [B, H, M], natural log; with `q_blocks` [H, M].
         q_blocks: of `PackedVarlen`, or None.
-        splits: splits of the keys, as `scheduling.key_splits` has it; 1 with `q_blocks`.
-        pack_gqa: the heads of a group share tiles; not with `q_blocks`.
-        query: Q that the kernel quantises, where no block of Q is packed; `ops.dense.quantises_q` says when.
+        query: Q that the kernel quantises, where no block of Q is packed.
         rank_chunks: where keys of several ranks lie, and the rows that attend to them, or None. Then `a.n_len` is
-            where their positions end; and no `q_blocks`, `splits` or `pack_gqa`.
+            where their positions end; and no `q_blocks`.
         bounds: which keys rows see, or None; with `rank_chunks` alone.
     """
+    tile, splits, pack_gqa = choice.tile, choice.splits, choice.pack_gqa
+    assert isinstance(tile, TileConfig)
     q8, k8, v8 = a.packed.q8, a.packed.k8, a.packed.v8
     # Also stands for tensors that are not read: its view is there already.
     q_descale = a.packed.q_descale.view(-1)
@@ -528,17 +527,9 @@ def launch(
     two_level = a.recipe.is_two_level(tile.two_level)
     block_max = two_level and v8.dtype.itemsize == 1
     schraudolph_exp2 = block_max and takes_bits(v8.dtype, tile.D_pad)
-    half_scores = schraudolph_exp2 and a.recipe.half_scores and not choices["has_softcap"]
+    half_scores = schraudolph_exp2 and a.recipe.half_scores and a.softmax.is_linear
     split_v = two_level and v8.size(2) > MAX_FRESH_D
-    head_group = 1
-    block_sparse = a.block_mask.block_sparse
-    if (a.softmax.rows_differ or block_sparse) and not is_split_kv:
-        occupancy = sm_count(q8), tile.ctas_per_sm
-        if q_blocks is not None:
-            head_group = scheduling.group_programs(*occupancy)
-        else:
-            grid_heads = k8.size(0) if pack_gqa else q8.size(0)
-            head_group = scheduling.head_group(grid_heads, -(-(a.m_len << group_log2) // tile.bm), *occupancy)
+    block_sparse = a.block_mask.lists is not None
     # Heads that share tiles have descales of their own.
     choices["q_row_descales"] = choices["q_row_descales"] or pack_gqa
     chunks = NO_CHUNKS if rank_chunks is None else rank_chunks
@@ -585,15 +576,14 @@ def launch(
             **query_tensors,
             "row_bounds": q_descale if bounds is None else bounds.rows,
             "block_bounds": q_descale if bounds is None else bounds.blocks,
-            **list_arguments(a.block_mask, q_descale),
+            **list_arguments(a.block_mask, sizes["heads"], q_descale),
             "out": partial_out.view(-1, out.size(-1)),
             "lse": partial_lse.view(-1),
             **sizes,
             "splits": splits,
-            "head_group": head_group,
+            "head_group": choice.head_group,
             "chunks": chunks,
             "key_magic": magic(chunks.key_chunk_blocks),
-            "list_steps": list_steps(a.block_mask, sizes["heads"]),
             "scales": a.softmax.scales(),
             "spec": spec,
         }

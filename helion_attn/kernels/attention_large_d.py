@@ -23,11 +23,10 @@ import functools
 
 import torch
 
-from helion_attn.compiler.buffers import sm_count
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, helion, helion_config, hl
 from helion_attn.compiler.kernels import Compiled, compiled, interpreted
 from helion_attn.compiler.passes.expected import expected_passes
-from helion_attn.configs import MAX_FRESH_D, MAX_PIECE, LargeTileConfig, largest_power_of_two, scheduling
+from helion_attn.configs import MAX_FRESH_D, MAX_PIECE, LargeTileConfig, largest_power_of_two
 from helion_attn.kernels.lib.keys import keys_of_head
 from helion_attn.kernels.lib.masks import visible_keys
 from helion_attn.kernels.lib.rows import in_order, rows_of_block
@@ -45,7 +44,8 @@ from helion_attn.kernels.lib.steps import (
     v_rows,
 )
 from helion_attn.numerics import LOG2E, MAX_FUSED_SCALE_LOG2, NO_KEY
-from helion_attn.problem import AttentionArgs, ScoreScales
+from helion_attn.options import ScoreScales
+from helion_attn.problem import AttentionArgs
 
 
 def split_head_dim(d: int) -> list[tuple[int, int]]:
@@ -337,12 +337,13 @@ def pieces(x: torch.Tensor, dim: int, widest: int = MAX_PIECE) -> tuple[torch.Te
     return split, x.narrow(dim, whole, rest) if rest else x.narrow(dim, 0, wide // 2), rest > 0
 
 
-def launch(tile: LargeTileConfig, a: AttentionArgs, out: torch.Tensor, lse: torch.Tensor) -> None:
+def launch(tile: LargeTileConfig, a: AttentionArgs, out: torch.Tensor, lse: torch.Tensor, head_group: int) -> None:
     """Write `out` and `lse`.
 
     Args:
         tile: the config; q8 and k8 are `tile.D_pad` wide, v8 a multiple of `tile.v_tile`.
-        a: and the rest, as in `attention.launch`.
+        a: and `out`, `lse`, as in `attention.launch`.
+        head_group: heads that come at once, as `ops.choose` has it.
     """
     q8, k8, v8, lse_shift = a.packed.q8, a.packed.k8, a.packed.v8, a.packed.lse_shift
     kv_heads, n_blocks, d_v_pad, bn = v8.shape
@@ -354,10 +355,6 @@ def launch(tile: LargeTileConfig, a: AttentionArgs, out: torch.Tensor, lse: torc
         dim=2,
         widest=fresh_channels(tile.v_tile) if two_level else MAX_PIECE,
     )
-    head_group = 1
-    if a.softmax.rows_differ:
-        occupancy = sm_count(q8), tile.ctas_per_sm
-        head_group = scheduling.head_group(q8.size(0), q8.size(1) * v_slices, *occupancy)
     large = LargeSpec(v_slices=v_slices, v_count=v_wide.size(2), has_narrow_d=has_narrow_d, has_narrow_v=has_narrow_v)
     spec = AttentionSpec(
         # int8 scores are converted, and are smaller than those of e4m3.

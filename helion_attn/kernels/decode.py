@@ -90,7 +90,8 @@ from helion_attn.kernels.lib.steps import (
     to_descale,
 )
 from helion_attn.numerics import LN2, LOG2E, NO_KEY
-from helion_attn.problem import DecodeArgs, ScoreScales
+from helion_attn.options import ScoreScales
+from helion_attn.problem import DecodeArgs
 from helion_attn.types import PagedKVCache
 
 

@@ -134,7 +134,7 @@ def launch(a: DecodeArgs, q: StridedRows, unit: int) -> torch.Tensor | None:
             "q_s_step": q.s_step,
             # An edge further away hides nothing, and might not fit 32 bits.
             "right": min(a.softmax.right, M),
-            "scale": a.softmax.sm_scale / (1.0 if a.softmax.softcap is None else a.softmax.softcap),
+            "scale": a.softmax.scale / (1.0 if a.softmax.softcap is None else a.softmax.softcap),
             "spec": LseShiftSpec(
                 d=D, d_step=q.d_step, unit=unit, d_pad=d_pad, has_right=a.softmax.right >= 0, is_cuda=a.q.is_cuda
             ),

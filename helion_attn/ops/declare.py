@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import operator
 import typing
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from helion_attn import plans
 from helion_attn.calls import Call
 from helion_attn.compiler.buffers import Draft
 from helion_attn.compiler.helion_adapter import multiprocessors
+from helion_attn.compiler.notice import LOG
 from helion_attn.debug_state import seen_so_far
 
 Arguments = TypeVar("Arguments", bound=tuple[Any, ...])
@@ -38,6 +40,7 @@ SCHEMA_TYPES: dict[Any, str] = {
     bool: "bool",
     str: "str",
     torch.dtype: "ScalarType",
+    tuple[int, int] | None: "SymInt[2]?",
 }
 
 
@@ -56,12 +59,16 @@ class Structure:
         self.types: list[str] = []
         #: Where each field's values begin and end among all, and what is made of several.
         self._parts: list[tuple[int, int, Structure | None]] = []
+        #: Fields that are tensors or have some.
+        self._with_tensors: list[tuple[str, Structure | None]] = []
         for name in names:
             inner = None if hints[name] in SCHEMA_TYPES else Structure(hints[name])
             begin = len(self.paths)
             self.paths += [name] if inner is None else [f"{name}.{path}" for path in inner.paths]
             self.types += [SCHEMA_TYPES[hints[name]]] if inner is None else inner.types
             self._parts.append((begin, len(self.paths), inner))
+            if any(kind.startswith("Tensor") for kind in self.types[begin:]):
+                self._with_tensors.append((name, inner))
         self._of: Callable[..., Any] = of
         if not any(kind.startswith("Tensor") for kind in self.types):
             self.types = [kind.replace("SymInt", "int") for kind in self.types]
@@ -75,6 +82,19 @@ class Structure:
     def build(self, values: Sequence[Any]) -> Any:
         """What `values`, in the order of `paths`, are the fields of."""
         return self._of(*[values[begin] if x is None else x.build(values[begin:end]) for begin, end, x in self._parts])
+
+    def with_tensors(self, arguments: Any, replaced: Callable[[torch.Tensor], Any]) -> Any:
+        """The arguments with something in place of each tensor, in the order of `paths`; all else is as it was."""
+        fields = {}
+        for name, inner in self._with_tensors:
+            x = getattr(arguments, name)
+            if inner is not None:
+                fields[name] = inner.with_tensors(x, replaced)
+            elif x is not None:
+                fields[name] = replaced(x)
+        if isinstance(arguments, tuple):
+            return arguments._replace(**fields)  # type: ignore[attr-defined]
+        return dataclasses.replace(arguments, **fields)
 
     def flat(self, arguments: Any) -> tuple[Any, ...]:
         """The values of the fields, in the order of `paths`."""
@@ -133,12 +153,14 @@ class Operation(Generic[Arguments]):
     def _run(self, *values: Any) -> Any:
         """Run the plan of what comes through PyTorch's dispatcher."""
         tensors = [x for x in values if isinstance(x, torch.Tensor)]
-        rest = [None if isinstance(x, torch.Tensor) else x for x in values]
+        rest = [None if isinstance(x, torch.Tensor) else tuple(x) if isinstance(x, list) else x for x in values]
         key = (self._name, *plans.layouts(tensors), *[x is None for x in values], *rest)
         found = plans.lookup(key)
         if found is None:
-            found = plans.remember(key, self._plan(values))
-            plans.log_new(self, self._structure.build(values), found)
+            arguments = self._structure.build(values)
+            found = plans.remember(key, self.plan(arguments))
+            if LOG.isEnabledFor(logging.DEBUG):
+                plans.log_new(self, arguments, found)
         returned = found.run(tensors)
         if self._call is not None and (seen := seen_so_far()) is not None and seen.save is not None and seen.examine:
             seen.examine(self._structure.build(values), returned, found.kernels, seen)
@@ -149,17 +171,13 @@ class Operation(Generic[Arguments]):
         with plans.plain_kernels(self._structure.first_tensor(arguments)):
             return self._launch(arguments)
 
-    def _plan(self, values: Sequence[Any], sm_count: int | None = None) -> plans.Plan:
-        device = next(x.device for x in values if isinstance(x, torch.Tensor))
-        draft = Draft(device, multiprocessors(device) if sm_count is None else sm_count)
-        buffers = [draft.given(x) if isinstance(x, torch.Tensor) else x for x in values]
-        returned = self._launch(self._structure.build(buffers))
-        outputs = returned if isinstance(returned, tuple) else () if returned is None else (returned,)
-        return plans.Plan(draft, outputs)
-
     def plan(self, arguments: Arguments, sm_count: int | None = None) -> plans.Plan:
         """Plan the launches for arguments of these layouts, on their GPU or one of so many SMs. Nothing runs."""
-        return self._plan(self._structure.flat(arguments), sm_count)
+        device = self._structure.first_tensor(arguments).device
+        draft = Draft(device, multiprocessors(device) if sm_count is None else sm_count)
+        returned = self._launch(self._structure.with_tensors(arguments, draft.given))
+        outputs = returned if isinstance(returned, tuple) else () if returned is None else (returned,)
+        return plans.Plan(draft, outputs)
 
     def call_of(self, arguments: Arguments) -> Call | None:
         """Return the call of a public function that it is, or None."""

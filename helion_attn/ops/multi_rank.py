@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from helion_attn.compiler.buffers import sm_count
-from helion_attn.configs import attention_tile_config, scheduling, varlen_packing
+from helion_attn.configs import varlen_packing
 from helion_attn.ops import flops
+from helion_attn.ops.choose import choose, shape_of
 from helion_attn.ops.declare import Operation
-from helion_attn.ops.quantize import empty_quantized
+from helion_attn.ops.quantize import all_tensors, empty_quantized
 from helion_attn.problem import (
     AttentionArgs,
     DescribeRankArgs,
@@ -34,7 +35,7 @@ def _fake_describe(a: DescribeRankArgs) -> torch.Tensor:
 def _launch_quantize(a: QuantizeRankArgs) -> tuple[torch.Tensor, ...]:
     from helion_attn.preprocess import shared
 
-    return shared.quantize(a)
+    return all_tensors(shared.quantize(a))
 
 
 def blocks_of(gathered: torch.Tensor, offset: int, dtype: torch.dtype, block: tuple[int, int]) -> torch.Tensor:
@@ -62,8 +63,6 @@ def _launch_gathered(a: MultiRankArgs) -> None:
         channel_factors=None,
         lse_shift=a.lse_shift,
     )
-    load = scheduling.query_blocks_per_sm(a.q8.size(0), a.q8.size(1), sm_count(a.q8))
-    tile = attention_tile_config(a.d, a.d_v, a.softmax.right >= 0, a.recipe.bits, load)
     arguments = AttentionArgs(
         packed=packed,
         m_len=a.out.size(1 if a.bshd else 2),
@@ -79,7 +78,8 @@ def _launch_gathered(a: MultiRankArgs) -> None:
     bounds = None
     if a.row_bounds is not None and a.block_bounds is not None:
         bounds = Bounds(a.row_bounds, a.block_bounds)
-    attention.launch(tile, arguments, a.out, a.lse, rank_chunks=a.parts, bounds=bounds)
+    choice = choose(shape_of(arguments, "ranks"), sm_count(a.q8))
+    attention.launch(choice, arguments, a.out, a.lse, rank_chunks=a.parts, bounds=bounds)
 
 
 def _launch_merge(a: MergeArgs) -> None:
@@ -89,9 +89,7 @@ def _launch_merge(a: MergeArgs) -> None:
 
 
 describe_part = Operation("describe_part", DescribeRankArgs, 1, _launch_describe, _fake_describe, planned=False)
-quantize_part = Operation(
-    "quantize_part", QuantizeRankArgs, 10, _launch_quantize, lambda a: empty_quantized(a, True), planned=False
-)
+quantize_part = Operation("quantize_part", QuantizeRankArgs, 10, _launch_quantize, empty_quantized, planned=False)
 attention_gathered = Operation(
     "fp8_attn_gathered",
     MultiRankArgs,

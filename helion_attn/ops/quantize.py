@@ -8,7 +8,7 @@ from helion_attn import calls
 from helion_attn.configs import Packing, row_width
 from helion_attn.ops.declare import Operation
 from helion_attn.problem import PackArgs, QuantizeArgs, QuantizeRankArgs
-from helion_attn.types import Recipe
+from helion_attn.types import PackedTensors, Recipe
 
 
 def empty_packed(
@@ -55,16 +55,21 @@ def empty_descales(
     return tuple(like.new_empty(shape, dtype=torch.float32) for shape in shapes)
 
 
+def all_tensors(packed: PackedTensors) -> tuple[torch.Tensor, ...]:
+    """Packed tensors as operations return them: an empty tensor stands for None, which they cannot return."""
+    return tuple(packed.q_descale.new_empty(0) if x is None else x for x in packed.tensors())
+
+
 def _launch_quantize(a: QuantizeArgs) -> tuple[torch.Tensor, ...]:
     from helion_attn.preprocess.quantize import quantize_qkv
 
-    return quantize_qkv(a)
+    return all_tensors(quantize_qkv(a))
 
 
-def empty_quantized(a: QuantizeArgs | QuantizeRankArgs, packs_q: bool) -> tuple[torch.Tensor, ...]:
+def empty_quantized(a: QuantizeArgs | QuantizeRankArgs) -> tuple[torch.Tensor, ...]:
     """The tensors of `PackedTensors`, for all of a sequence or for a rank's part."""
     (B, H, M, _D), (H_kv, N), p = a.q.shape, a.k.shape[1:3], a.packing
-    m_blocks, n_blocks = (M + p.bm - 1) // p.bm if packs_q else 0, (N + p.bn - 1) // p.bn
+    m_blocks, n_blocks = (M + p.bm - 1) // p.bm, (N + p.bn - 1) // p.bn
     keys = (B, H_kv, n_blocks if a.recipe.k_scales == "block" else 1)
     return (
         *empty_packed(a.q, B * H, B * H_kv, m_blocks, n_blocks, p, a.recipe.qk_dtype, a.recipe.pv_dtype),
@@ -89,7 +94,7 @@ quantize_qkv = Operation(
     QuantizeArgs,
     10,
     _launch_quantize,
-    lambda a: empty_quantized(a, a.packs_q),
+    empty_quantized,
     call=calls.of_quantize,
 )
 pack_qkv = Operation("pack_qkv", PackArgs, 3, _launch_pack, _fake_pack, call=calls.of_pack)

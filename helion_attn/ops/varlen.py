@@ -8,12 +8,12 @@ import torch
 
 from helion_attn import calls
 from helion_attn.compiler.buffers import sm_count
-from helion_attn.configs import TileConfig, scheduling, tile_config
 from helion_attn.ops import flops
 from helion_attn.ops.attention import Outputs
+from helion_attn.ops.choose import choose, shape_of
 from helion_attn.ops.declare import Operation
 from helion_attn.problem import AttentionArgs, VarlenArgs
-from helion_attn.types import PackedTensors, Recipe, packed_fields
+from helion_attn.types import PackedTensors
 
 
 @dataclass(frozen=True, eq=False, repr=False)  # of tensors: == of their fields would be ambiguous
@@ -45,15 +45,8 @@ def quantize(a: VarlenArgs) -> PackedVarlen:
     """Every sequence by itself, quantised and packed."""
     from helion_attn.preprocess.quantize import quantize_varlen
 
-    *tensors, q_blocks = quantize_varlen(a)
-    return PackedVarlen(**packed_fields(tensors, a.recipe, a.shift_lse), q_blocks=q_blocks)
-
-
-def choose(packed: PackedTensors, causal: bool, recipe: Recipe, sm_count: int) -> TileConfig:
-    """The tile of packed sequences, which are never split, and whose heads never share tiles."""
-    load = scheduling.query_blocks_per_sm(packed.q8.size(0), packed.q8.size(1), sm_count)
-    d_v_pad = packed.v8.size(2) if packed.v8.itemsize == 1 else packed.v8.size(3)
-    return tile_config(max(packed.q8.size(3), d_v_pad), causal, recipe.bits, load)
+    packed, q_blocks = quantize_varlen(a)
+    return PackedVarlen(**vars(packed), q_blocks=q_blocks)
 
 
 def empty_outputs(a: VarlenArgs) -> Outputs:
@@ -84,8 +77,8 @@ def attend(a: VarlenArgs, packed: PackedVarlen) -> Outputs:
         recipe=a.recipe,
         num_splits=None,
     )
-    tile = choose(packed, a.softmax.right >= 0, a.recipe, sm_count(a.q))
-    attention.launch(tile, arguments, out, lse, q_blocks=packed.q_blocks)
+    choice = choose(shape_of(arguments, "varlen"), sm_count(a.q))
+    attention.launch(choice, arguments, out, lse, q_blocks=packed.q_blocks)
     return out, lse
 
 

@@ -54,7 +54,7 @@ def launch(
         all_keys: how many keys attention has of which these are a part, or None if they are all.
 
     Returns:
-        What is shaped as in `QuantizedQKV`, or as in `PackedVarlen`; k_mean and lse_shift empty without smooth_k,
+        What is shaped as in `QuantizedQKV`, or as in `PackedVarlen`; k_mean and lse_shift are None without smooth_k,
         lse_shift also without shift_lse, channel_factors without equalise.
     """
     B, H, H_kv, D = source.B, source.H, source.H_kv, source.D
@@ -220,7 +220,7 @@ def launch(
         k_descale=k_descale.view(B, H_kv, -1),
         v_descale=v_descale.view(B, H_kv, -1),
         v_mean=v_mean.view(-1, H_kv, D_v_pad),
-        k_mean=known.k_mean.view(-1, H_kv, D_row) if smooth_k else empty(0),
-        channel_factors=known.channel_factors.view(-1, H_kv, D_row) if recipe.equalise else empty(0),
-        lse_shift=lse_shift.view(B, H, m_blocks, bm) if shift_lse else empty(0),
+        k_mean=known.k_mean.view(-1, H_kv, D_row) if smooth_k else None,
+        channel_factors=known.channel_factors.view(-1, H_kv, D_row) if recipe.equalise else None,
+        lse_shift=lse_shift.view(B, H, m_blocks, bm) if shift_lse else None,
     )

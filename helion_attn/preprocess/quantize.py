@@ -12,10 +12,11 @@ from helion_attn.kernels.lib.strided import strided_qkv
 from helion_attn.preprocess import norm_factors, pack, sample, sequences
 from helion_attn.problem import (
     NO_ROPE_ARGUMENTS,
+    DenseArgs,
     PackArgs,
     QuantizeArgs,
 )
-from helion_attn.types import Recipe
+from helion_attn.types import PackedTensors, Recipe
 
 if TYPE_CHECKING:
     from helion_attn.problem import VarlenArgs
@@ -26,28 +27,28 @@ GIVEN = Recipe(
 ).resolved
 
 
-def quantize_qkv(a: QuantizeArgs) -> tuple[torch.Tensor, ...]:
-    """Quantise and pack.
+def quantize_qkv(a: DenseArgs | QuantizeArgs, packs_q: bool = True) -> PackedTensors:
+    """Quantise and pack; without `packs_q` no block of Q, which attention quantises then.
 
     Returns:
-        The tensors of `PackedTensors`, as `QuantizedQKV` has them; k_mean and lse_shift are empty without smooth_k,
-        lse_shift also without shift_lse, channel_factors without equalise.
+        What is shaped as in `QuantizedQKV`; k_mean and lse_shift are None without smooth_k, lse_shift also without
+        shift_lse, channel_factors without equalise.
     """
-    source = strided_qkv(a.q, a.k, a.v, a.packing.D_pad, a.packing.D_v_pad)
+    tile = a.packing
+    source = strided_qkv(a.q, a.k, a.v, tile.D_pad, tile.D_v_pad)
     unused = a.q.new_empty(1, dtype=torch.float32)
     rope = rope_tables(a.rope, source.D_row, unused)
-    norms = norm_factors.launch(source, a.norm, unused)
+    normed = a.norm.q_weight is not None or a.norm.k_weight is not None
+    norms = norm_factors.launch(source, a.norm, unused) if normed else no_norms(unused)
     known = sample.launch(source, norms, rope, a.recipe)
-    tile = a.packing
-    return pack.launch(source, norms, rope, known, tile.bm, tile.bn, a.recipe, a.shift_lse, a.packs_q).tensors()
+    return pack.launch(source, norms, rope, known, tile.bm, tile.bn, a.recipe, a.shift_lse, packs_q)
 
 
-def quantize_varlen(a: VarlenArgs) -> tuple[torch.Tensor, ...]:
+def quantize_varlen(a: VarlenArgs) -> tuple[PackedTensors, torch.Tensor]:
     """Quantise and pack the sequences of a batch, each by itself.
 
     Returns:
-        The tensors of `PackedVarlen`; k_mean and lse_shift are empty without smooth_k,
-        lse_shift also without shift_lse, channel_factors without equalise.
+        What is shaped as in `PackedVarlen`, None as above; and `q_blocks`.
     """
     tile = a.packing
     tables = sequences.launch(a.cu_seqlens_q, a.cu_seqlens_k, a.q.size(0), a.k.size(0), tile.bm, tile.bn)
@@ -58,7 +59,7 @@ def quantize_varlen(a: VarlenArgs) -> tuple[torch.Tensor, ...]:
     norms, rope = no_norms(unused), rope_tables(NO_ROPE_ARGUMENTS, source.D_row, unused)
     known = sample.launch(source, norms, rope, a.recipe, tables)
     packed = pack.launch(source, norms, rope, known, tile.bm, tile.bn, a.recipe, a.shift_lse, sequences=tables)
-    return (*packed.tensors(), tables.q_blocks)
+    return packed, tables.q_blocks
 
 
 def pack_qkv(a: PackArgs) -> tuple[torch.Tensor, ...]:
@@ -67,10 +68,11 @@ def pack_qkv(a: PackArgs) -> tuple[torch.Tensor, ...]:
     Returns:
         q8, k8 and v8 of `QuantizedQKV`.
     """
-    source = strided_qkv(a.q, a.k, a.v, a.packing.D_pad, a.packing.D_v_pad)
+    tile = a.packing
+    source = strided_qkv(a.q, a.k, a.v, tile.D_pad, tile.D_v_pad)
     unused = a.q.new_empty(1, dtype=torch.float32)
     norms, rope = no_norms(unused), rope_tables(NO_ROPE_ARGUMENTS, source.D_row, unused)
     known = sample.launch(source, norms, rope, GIVEN)
     # Unscaled, the cast gives every value back.
-    packed = pack.launch(source, norms, rope, known, a.packing.bm, a.packing.bn, GIVEN, shift_lse=False)
+    packed = pack.launch(source, norms, rope, known, tile.bm, tile.bn, GIVEN, shift_lse=False)
     return packed.q8, packed.k8, packed.v8

@@ -39,7 +39,7 @@ from helion_attn.problem import (
     SampledTokens,
     TransformArgs,
 )
-from helion_attn.types import Recipe
+from helion_attn.types import PackedTensors, Recipe
 
 #: Channels of a sampled row are padded to multiples of so many: 16 bytes of 16-bit numbers.
 CHANNELS = 8
@@ -176,7 +176,7 @@ def of_all_ranks(
     return found._replace(v_amax=torch.where(largest <= room, room, largest))
 
 
-def quantize(a: QuantizeRankArgs) -> tuple[torch.Tensor, ...]:
+def quantize(a: QuantizeRankArgs) -> PackedTensors:
     """A rank's Q, K and V in the packed format, with the constants of all ranks: as `preprocess.quantize_qkv`."""
     source = strided_qkv(a.q, a.k, a.v, a.packing.D_pad, a.packing.D_v_pad)
     unused = a.q.new_empty(1, dtype=torch.float32)
@@ -185,7 +185,6 @@ def quantize(a: QuantizeRankArgs) -> tuple[torch.Tensor, ...]:
         known = of_all_ranks(a.kv_sample, a.q_sample, a.v_largest, source.D, source.D_v, a.packing, a.recipe)
     else:
         known = sample.launch(source, norms, rope, a.recipe)
-    packed = pack.launch(
+    return pack.launch(
         source, norms, rope, known, a.packing.bm, a.packing.bn, a.recipe, a.shift_lse, all_keys=a.all_keys
     )  # fmt: skip
-    return packed.tensors()

@@ -8,8 +8,9 @@ import torch
 from typing_extensions import Unpack
 
 from helion_attn.names import with_scores
+from helion_attn.options import OracleOptions, ScoreKwargs, ScoreOptions
 from helion_attn.reference.shapes import default_sm_scale, hide_keys, to_bhsd, visible_scores
-from helion_attn.types import BlockMask, OracleOptions, ScoreOptions, Scores
+from helion_attn.types import BlockMask
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
@@ -44,7 +45,7 @@ def attention(
     layout: str = "bhsd",
     block_mask: BlockMask | FlexMask | None = None,
     return_lse: bool = False,
-    **options: Unpack[ScoreOptions],
+    **options: Unpack[ScoreKwargs],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(q k^T * sm_scale) v in fp64, the textbook way, a run of query rows of one head at a time.
 
@@ -74,8 +75,8 @@ def attention(
     q, k, v = (to_bhsd(x, layout) for x in (q, k, v))
     B, H, M, D = q.shape
     H_kv, N = k.shape[1], k.shape[2]
-    given = Scores(**options)
-    scale, softcap, sinks = default_sm_scale(given.sm_scale, D), given.softcap, given.sinks
+    given = ScoreOptions(**options)
+    scale, sinks = default_sm_scale(given.sm_scale, D), given.sinks
     out = q.new_empty((B, H, M, v.shape[3]), dtype=torch.float64)
     lse = q.new_empty((B, H, M), dtype=torch.float64)
     rows = max(1, _SCORES_AT_ONCE // N)
@@ -87,9 +88,7 @@ def attention(
                 for i in range(0, M, rows):
                     q64 = q[b, h, i : i + rows].double()
                     # [rows, N]
-                    s = q64 @ k64.mT * scale
-                    if softcap is not None:
-                        s = softcap * torch.tanh(s / softcap)
+                    s = given.capped(q64 @ k64.mT * scale)
                     s = hide_keys(s, i, 0, M, N, given.causal, given.window)
                     if visible is not None:
                         s = s.masked_fill(~visible[b, h, i : i + rows], float("-inf"))

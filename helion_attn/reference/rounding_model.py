@@ -38,23 +38,13 @@ from helion_attn.numerics import (
     first_block_max,
     takes_bits,
 )
+from helion_attn.options import ModelOptions, ScoreKwargs, ScoreOptions
 from helion_attn.reference.hadamard import hadamard
 from helion_attn.reference.norm import rms_norm
 from helion_attn.reference.reflect import reflect
 from helion_attn.reference.rope import apply_rope_qk
 from helion_attn.reference.shapes import default_sm_scale, hide_keys, to_bhsd, visible_scores
-from helion_attn.types import (
-    BALANCED,
-    BlockMask,
-    ModelOptions,
-    Recipe,
-    RMSNorm,
-    Rope,
-    ScoreOptions,
-    Scores,
-    as_recipe,
-    check_quantises,
-)
+from helion_attn.types import BALANCED, BlockMask, Recipe, RMSNorm, Rope, as_recipe, check_quantises
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
@@ -393,7 +383,7 @@ def fp8_attention(
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
     block_n: int | None = None,
-    **options: Unpack[ScoreOptions],
+    **options: Unpack[ScoreKwargs],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """FP8 attention as the kernel rounds it, on any device: the error that this design has, before any bug.
 
@@ -441,7 +431,7 @@ def fp8_attention(
     chosen = as_recipe(recipe)
     q, k, v = (to_bhsd(x, layout) for x in (q, k, v))
     rounded = quantize(q, k, v, chosen, rope, q_norm, k_norm)
-    out, lse = attend(rounded, chosen, Scores(**options), block_mask, block_n)
+    out, lse = attend(rounded, chosen, ScoreOptions(**options), block_mask, block_n)
     out = to_bhsd(out.to(out_dtype or q.dtype), layout)
     return (out, lse) if return_lse else out
 
@@ -449,7 +439,7 @@ def fp8_attention(
 def attend(
     r: RoundedQKV,
     recipe: Recipe,
-    scores: Scores,
+    scores: ScoreOptions,
     block_mask: BlockMask | FlexMask | torch.Tensor | None = None,
     block_n: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:

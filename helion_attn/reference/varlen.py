@@ -10,9 +10,10 @@ from typing_extensions import Unpack
 
 from helion_attn.configs import varlen_packing
 from helion_attn.names import with_scores
+from helion_attn.options import ScoreKwargs
 from helion_attn.reference.oracle import attention
 from helion_attn.reference.rounding_model import fp8_attention
-from helion_attn.types import BALANCED, Recipe, ScoreOptions, as_recipe
+from helion_attn.types import BALANCED, Recipe, as_recipe
 
 Attention = Callable[..., Any]
 
@@ -55,7 +56,7 @@ def attention_varlen(
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
-    **options: Unpack[ScoreOptions],
+    **options: Unpack[ScoreKwargs],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference.attention` of every sequence.
 
@@ -87,7 +88,7 @@ def fp8_attention_varlen(
     cu_seqlens_k: torch.Tensor,
     *,
     recipe: Recipe | str = BALANCED,
-    **options: Unpack[ScoreOptions],
+    **options: Unpack[ScoreKwargs],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference.fp8_attention` of every sequence, with arguments as `attention_varlen`; fp32 out and lse.
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import warnings
-from typing import get_args
+from collections.abc import Callable
+from typing import Any, get_args
 
 import torch
 
@@ -22,7 +23,8 @@ from helion_attn.configs import (
 from helion_attn.debug_state import debugging
 from helion_attn.names import OTHER_LAYOUTS
 from helion_attn.numerics import MAX_SEED
-from helion_attn.types import Layout, Recipe, RMSNorm, Rope, Scores, as_recipe, check_quantises
+from helion_attn.options import ScoreOptions
+from helion_attn.types import Layout, Recipe, RMSNorm, Rope, as_recipe, check_quantises
 from helion_attn.validate.derivatives import has_tangent, requires_grad
 from helion_attn.validate.values import check_position_values, check_rope_positions
 
@@ -101,8 +103,10 @@ def check_layout(layout: str) -> None:
 
 def check_recipe(recipe: Recipe, D: int, D_v: int) -> None:
     """Accept a `Recipe` by which heads of sizes D and D_v can be quantised."""
+    recipe = as_recipe(recipe)
     check_recipe_dims(recipe, D, D_v)
-    check_quantises(as_recipe(recipe))
+    if recipe.is_given:
+        check_quantises(recipe)
 
 
 def check_recipe_dims(recipe: Recipe, D: int, D_v: int) -> None:
@@ -309,7 +313,8 @@ def check_tensors(
     ndim = axes.count(",") + 1
     first_name, first = next(iter(tensors.items()))
     for name, x in tensors.items():
-        check_is_tensor(name, x)
+        if not isinstance(x, torch.Tensor):
+            check_is_tensor(name, x)
         if x.is_nested:
             raise TypeError(
                 f"{name} is a nested tensor; it must be a dense one: helion_attn.attention_varlen takes sequences of "
@@ -346,7 +351,8 @@ def check_tensors(
 
 def check_inputs(tensors: dict[str, torch.Tensor], layout: str, dtypes: tuple[torch.dtype, ...] = IN_DTYPES) -> None:
     """`check_tensors` of [B, H, S, D] or [B, S, H, D]."""
-    check_layout(layout)
+    if layout not in LAYOUTS:
+        check_layout(layout)
     check_tensors(tensors, "[B, H, S, D]" if layout == "bhsd" else "[B, S, H, D]", dtypes)
 
 
@@ -448,8 +454,10 @@ def check_quantize(
     check_recipe(recipe, q.size(3), v.size(3))
     if layout == "bshd":
         q, k = q.transpose(1, 2), k.transpose(1, 2)
-    check_norm("q_norm", q_norm, "q", q)
-    check_norm("k_norm", k_norm, "k", k)
+    if q_norm is not None:
+        check_norm("q_norm", q_norm, "q", q)
+    if k_norm is not None:
+        check_norm("k_norm", k_norm, "k", k)
     if rope is not None:
         check_rope(rope, q, k)
 
@@ -518,8 +526,16 @@ def check_sinks(sinks: torch.Tensor | None, H: int, device: torch.device, name: 
     check_no_grad(name, sinks)
 
 
+#: Checks of options of scores that are given.
+SCORE_CHECKS: dict[str, Callable[[Any], None]] = {
+    "sm_scale": check_sm_scale,
+    "window": check_window,
+    "softcap": check_softcap,
+}
+
+
 def check_options(
-    scores: Scores,
+    scores: ScoreOptions,
     return_lse: bool,
     out_dtype: torch.dtype | None,
     H: int,
@@ -529,11 +545,11 @@ def check_options(
     """What every attention is told besides its tensors, which have H query heads on `device`."""
     check_flag(scores.causal, "causal")
     check_flag(return_lse, "return_lse")
-    if scores.sm_scale is not None:
-        check_sm_scale(scores.sm_scale)
-    check_window(scores.window)
-    check_softcap(scores.softcap)
-    check_sinks(scores.sinks, H, device)
+    for name, check in SCORE_CHECKS.items():
+        if (value := getattr(scores, name)) is not None:
+            check(value)
+    if scores.sinks is not None:
+        check_sinks(scores.sinks, H, device)
     if out_dtype is not None and out_dtype not in out_dtypes:
         raise TypeError(f"out_dtype is {out_dtype}; it must be one of {_names(out_dtypes)}")
 

@@ -15,14 +15,10 @@ def requires_grad(x: torch.Tensor) -> bool:
     return requires_grad(_functorch.get_unwrapped(x))
 
 
-def is_forward_mode() -> bool:
-    """Whether tensors may have tangents: inside `torch.func.jvp`, `jacfwd`, and levels of `forward_ad`."""
-    return forward_ad._current_level >= 0  # PyTorch's own count, which costs nothing to read
-
-
 def has_tangent(x: torch.Tensor) -> bool:
     """Whether a tensor has a tangent, at any of the levels that `torch.func` wrapped it for."""
-    if not is_forward_mode():
+    # PyTorch's own count, which costs nothing to read.
+    if forward_ad._current_level < 0:
         return False
     level = _functorch.peek_interpreter_stack()
     if level is None:

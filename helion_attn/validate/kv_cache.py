@@ -7,7 +7,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from helion_attn.configs import MAX_PAGE_D, page_packing
 from helion_attn.debug_state import debugging
-from helion_attn.types import PagedKVCache, Rope, Scores
+from helion_attn.options import ScoreOptions
+from helion_attn.types import PagedKVCache, Rope
 from helion_attn.validate.dense import (
     IN_DTYPES,
     MAX_COUNT,
@@ -197,7 +198,7 @@ def check_kvcache_attention(
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
     layout: str,
-    scores: Scores,
+    scores: ScoreOptions,
     return_lse: bool,
     num_splits: int | None,
     out_dtype: torch.dtype | None,

@@ -12,7 +12,7 @@ import torch
 import helion_attn as ha
 from devtools.sm90 import fake_cuda
 from helion_attn.configs import scheduling
-from helion_attn.ops.dense import MAX_QUANTISED_D
+from helion_attn.ops.choose import MAX_QUANTISED_D
 from helion_attn.types import Layout
 from helpers.calls import attend_alone
 from helpers.offline import Compilations, compilations, fake_block_mask, fake_cache, fake_qkv

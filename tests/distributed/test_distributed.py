@@ -607,7 +607,7 @@ def test_ranks_know_entries_of_v_that_the_sample_missed(scales: str, device: str
     kv_sample = torch.stack(
         [
             shared.describe(
-                DescribeRankArgs(q, own_k, own_v, NO_ROPE_ARGUMENTS, tile, recipe, sample.size, 0, sample, sample)
+                DescribeRankArgs(q, own_k, own_v, NO_ROPE_ARGUMENTS, recipe, sample.size, 0, sample, sample)
             )
             for own_k, own_v, sample in zip(*parts, samples, strict=True)
         ]

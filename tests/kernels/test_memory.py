@@ -16,7 +16,7 @@ import helion_attn as ha
 from devtools import sm90
 from devtools.inputs import make_qkv
 from devtools.sm90 import fake_cuda
-from helion_attn.ops.dense import MAX_QUANTISED_D
+from helion_attn.ops.choose import MAX_QUANTISED_D
 from helion_attn.preprocess.lib.tiling import PACK_CHANNELS
 from helion_attn.types import Layout
 from helpers.offline import fake_qkv, launching

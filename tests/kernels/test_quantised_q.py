@@ -15,10 +15,9 @@ from devtools.sm90 import Sm90Kernel, compile_for_sm90, fake_cuda
 from helion_attn.compiler.passes import early_copies, hoist_q_scale, shared_q
 from helion_attn.compiler.passes.ttgir import FENCE
 from helion_attn.configs import tile_config
-from helion_attn.ops import dense
-from helion_attn.ops.attention import Choice
+from helion_attn.ops import choose, dense
 from helion_attn.preprocess import pack_kv, recentre, sample
-from helion_attn.problem import NO_ROPE_ARGUMENTS, rope_arguments
+from helion_attn.problem import NO_ROPE_ARGUMENTS, Choice, rope_arguments
 from helion_attn.testing import error_budget, relative_error
 from helpers.offline import assert_sound, fake_qkv, launching, without
 from helpers.shared import shared
@@ -90,27 +89,27 @@ def test_a_row_that_is_not_finite_is_alone(device: str) -> None:
 def test_where_it_is_not_done() -> None:
     q, no_rope = torch.empty(1, 2, 100, 64, dtype=torch.bfloat16), NO_ROPE_ARGUMENTS
     choice = Choice(tile_config(64, True), splits=1, pack_gqa=False)
-    assert dense.quantises_q(q, no_rope, ha.BALANCED.resolved, choice)
-    assert not dense.quantises_q(q, no_rope, ha.ACCURATE.resolved, choice)
-    assert not dense.quantises_q(q, no_rope, ha.BF16.resolved, choice)
-    assert not dense.quantises_q(q, no_rope, ha.HYBRID.resolved, choice)
-    assert not dense.quantises_q(
+    assert choose.quantises_q(q, no_rope, ha.BALANCED.resolved, choice)
+    assert not choose.quantises_q(q, no_rope, ha.ACCURATE.resolved, choice)
+    assert not choose.quantises_q(q, no_rope, ha.BF16.resolved, choice)
+    assert not choose.quantises_q(q, no_rope, ha.HYBRID.resolved, choice)
+    assert not choose.quantises_q(
         q, NO_ROPE_ARGUMENTS, ha.Recipe(qk_dtype=torch.float8_e4m3fn, q_scales="block"), choice
     )
-    assert not dense.quantises_q(q, no_rope, ha.BALANCED.resolved, choice._replace(splits=2))
-    assert not dense.quantises_q(q, no_rope, ha.BALANCED.resolved, choice._replace(pack_gqa=True))
-    assert not dense.quantises_q(q, no_rope, ha.BALANCED.resolved, choice._replace(tile=tile_config(128, True)))
+    assert not choose.quantises_q(q, no_rope, ha.BALANCED.resolved, choice._replace(splits=2))
+    assert not choose.quantises_q(q, no_rope, ha.BALANCED.resolved, choice._replace(pack_gqa=True))
+    assert not choose.quantises_q(q, no_rope, ha.BALANCED.resolved, choice._replace(tile=tile_config(128, True)))
     # Rows that are no multiple of 16 bytes apart, and single elements.
-    assert not dense.quantises_q(
+    assert not choose.quantises_q(
         torch.empty(1, 2, 100, 65, dtype=q.dtype)[..., :64], NO_ROPE_ARGUMENTS, ha.BALANCED.resolved, choice
     )
-    assert not dense.quantises_q(q.transpose(2, 3).contiguous().transpose(2, 3), no_rope, ha.BALANCED.resolved, choice)
+    assert not choose.quantises_q(q.transpose(2, 3).contiguous().transpose(2, 3), no_rope, ha.BALANCED.resolved, choice)
     shifted = torch.empty(12801, dtype=q.dtype)[1:].view(1, 2, 100, 64)
-    assert not dense.quantises_q(shifted, no_rope, ha.BALANCED.resolved, choice)
+    assert not choose.quantises_q(shifted, no_rope, ha.BALANCED.resolved, choice)
     of_all, of_half = (rope_arguments(ha.Rope(torch.ones(9, n), torch.ones(9, n))) for n in (32, 16))
-    assert dense.quantises_q(q, of_all, ha.BALANCED.resolved, choice)
-    assert not dense.quantises_q(q.float(), no_rope, ha.BALANCED.resolved, choice)
-    assert not dense.quantises_q(q, of_half, ha.BALANCED.resolved, choice)
+    assert choose.quantises_q(q, of_all, ha.BALANCED.resolved, choice)
+    assert not choose.quantises_q(q.float(), no_rope, ha.BALANCED.resolved, choice)
+    assert not choose.quantises_q(q, of_half, ha.BALANCED.resolved, choice)
 
 
 def compiled(recipe: ha.Recipe, causal: bool, dtype: torch.dtype, rotates: bool, return_lse: bool) -> Sm90Kernel:

@@ -15,8 +15,9 @@ from helion_attn.compiler.passes.ttgir import COPY, EXPECT, VALUE, find, taken_o
 from helion_attn.configs import attention_tile_config, varlen_packing
 from helion_attn.kernels import attention
 from helion_attn.kernels.lib.masks import Bounds
-from helion_attn.problem import AttentionArgs, RankChunks, magic, softmax_of
-from helion_attn.types import PackedTensors, Scores
+from helion_attn.options import ScoreOptions
+from helion_attn.problem import AttentionArgs, Choice, RankChunks, magic
+from helion_attn.types import PackedTensors
 from helpers import offline
 from helpers.ir_machine import run
 from helpers.passes import operation, split_at_loop
@@ -52,7 +53,7 @@ def compile_parts(
             lse_shift=None,
         )
         M, N = M_BLOCKS * p.bm, N_BLOCKS * p.bn
-        softmax = softmax_of(D, Scores(causal=causal, window=(left, -1)))
+        softmax = ScoreOptions(causal=causal, window=(left, -1)).resolved(D)
         a = AttentionArgs(tensors, M, N, D, D, softmax, False, torch.bfloat16, recipe.resolved, None)
         part = N_BLOCKS // RANKS
         step = H_KV * part + 1
@@ -64,7 +65,7 @@ def compile_parts(
             bounds = Bounds(fake_cuda(2, M, dtype=torch.int32), fake_cuda(M_BLOCKS, 4, dtype=torch.int32))
         with offline.launching():
             attention.launch(
-                attention_tile_config(D, D, causal, recipe.bits),
+                Choice(attention_tile_config(D, D, causal, recipe.bits)),
                 a,
                 fake_cuda(1, H, M, D, dtype=torch.bfloat16),
                 fake_cuda(1, H, M),

@@ -11,9 +11,10 @@ from devtools.inputs import INPUT_KINDS, make_qkv
 from helion_attn import reference
 from helion_attn.configs import padded_head_dim, tile_config
 from helion_attn.numerics import DESCALE_MIN, FORMAT_MAX, SAMPLED_HEADROOM, SAMPLED_KEYS, takes_bits
+from helion_attn.options import ScoreOptions
 from helion_attn.reference import RoundedQKV, rounding_model
 from helion_attn.testing import error_budget, relative_error
-from helion_attn.types import ACCURATE, BALANCED, FAST, Recipe, Rope, Scores
+from helion_attn.types import ACCURATE, BALANCED, FAST, Recipe, Rope
 from helpers.cases import IN_E4M3, PLAIN, Tensors
 
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
@@ -241,7 +242,7 @@ def test_a_descale_a_head_keeps_a_quiet_head() -> None:
 
     def error(**coarse: torch.Tensor) -> float:
         r = rounding_model.cast(t, recipe=IN_E4M3, **(descales | coarse))
-        out, _ = rounding_model.attend(r, IN_E4M3, Scores(sm_scale=2.0**33))
+        out, _ = rounding_model.attend(r, IN_E4M3, ScoreOptions(sm_scale=2.0**33))
         return relative_error(out[:, 1] * 2.0**18, expected)
 
     assert error() < 0.06

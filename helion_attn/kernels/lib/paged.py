@@ -41,7 +41,8 @@ from helion_attn.numerics import (
     takes_bits,
     takes_half_scores,
 )
-from helion_attn.problem import DecodeArgs, ScoreScales
+from helion_attn.options import ScoreScales
+from helion_attn.problem import DecodeArgs
 
 
 def log2_of_power(x: torch.Tensor) -> torch.Tensor:

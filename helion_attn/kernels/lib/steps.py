@@ -13,7 +13,7 @@ from helion_attn.kernels.lib.inline_asm import computed_once, dot_fp32, exp2, fm
 from helion_attn.kernels.lib.schraudolph import pack_half2
 from helion_attn.kernels.lib.specs import AttentionSpec, PagedSpec
 from helion_attn.numerics import DESCALE_MIN, E4M3_OVERFLOW, LN2, MAX_FUSED_SCORE_LOG2, MAX_ROW_SUM
-from helion_attn.problem import ScoreScales
+from helion_attn.options import ScoreScales
 
 
 def to_descale(amax: torch.Tensor, largest: float) -> torch.Tensor:

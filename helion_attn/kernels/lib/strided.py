@@ -44,7 +44,7 @@ def common_unit(*tensors: torch.Tensor) -> int:
     used = [stride for x in tensors for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
     if max(used, default=0) >= 2**31:
         return 1
-    return math.gcd(*strides, WIDEST_LOAD // tensors[0].element_size())
+    return math.gcd(*strides, WIDEST_LOAD // tensors[0].itemsize)
 
 
 def strided_rows(x: torch.Tensor, unit: int) -> StridedRows:
@@ -65,6 +65,7 @@ class StridedQKV(NamedTuple):
         B: and H, H_kv, M, N, D, D_v: sizes.
         D_pad: padded head dim of Q and K.
         D_v_pad: padded head dim of V.
+        D_row: width of the kernels' tiles and of what they know of channels.
     """
 
     flat: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -80,6 +81,7 @@ class StridedQKV(NamedTuple):
     D_v: int
     D_pad: int
     D_v_pad: int
+    D_row: int
 
     def arguments(self, of: str) -> dict[str, Any]:
         """The tensors `of` and their steps but `d_steps`, as the kernels name them."""
@@ -89,11 +91,6 @@ class StridedQKV(NamedTuple):
                 found[x] = self.flat[i]
                 found |= zip(STEP_NAMES[x], self.steps[3 * i : 3 * i + 3], strict=True)
         return found
-
-    @property
-    def D_row(self) -> int:
-        """Width of the kernels' tiles and of what they know of channels."""
-        return row_width(self.D_pad, self.D_v_pad)
 
     @property
     def wide(self) -> bool:
@@ -109,7 +106,8 @@ def strided_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, D_pad: int, D
     d_steps = (rows[0].d_step, rows[1].d_step, rows[2].d_step)
     steps = tuple(step for r in rows for step in (r.b_step, r.h_step, r.s_step))
     (B, H, M, D), (H_kv, N) = q.shape, k.shape[1:3]
-    return StridedQKV(flat, steps, d_steps, unit, B, H, H_kv, M, N, D, v.size(3), D_pad, D_v_pad)
+    D_row = row_width(D_pad, D_v_pad)
+    return StridedQKV(flat, steps, d_steps, unit, B, H, H_kv, M, N, D, v.size(3), D_pad, D_v_pad, D_row)
 
 
 def row_channels(d: hl.constexpr, d_at_run_time: int, d_step: hl.constexpr) -> int:

@@ -1,0 +1,201 @@
+"""The options of scores that every attention has, from the public functions to the kernels' arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+
+import torch
+
+from helion_attn.numerics import LOG2E
+from helion_attn.types import Auto, BlockMask, Layout, Recipe, RecipeName, RMSNorm, Rope
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask as FlexMask
+
+
+class ScoreScales(NamedTuple):
+    """What kernels multiply scores by.
+
+    Attributes:
+        qk_scale: dequantised scores times it are in base 2; with a softcap they are what tanh is taken of.
+        tanh_scale: with a softcap, tanh times it is in base 2.
+    """
+
+    qk_scale: float
+    tanh_scale: float
+
+
+@dataclass(frozen=True, eq=False)  # of tensors: == of their fields would be ambiguous
+class ScoreOptions:
+    """Which scores there are, and what is done to them before and in the softmax.
+
+    `helion_attn.attention` says what its options mean. Operations take them `resolved`.
+
+    Attributes:
+        causal: row i sees keys j <= i + N - M.
+        sm_scale: multiplies q k^T; None for 1 / sqrt(D).
+        window: (left, right): row i sees keys i + N - M - left .. i + N - M + right; -1 and None are unlimited.
+        softcap: scores become `softcap * tanh(score / softcap)`, unless it is None.
+        sinks: [H], one more logit of each head, or None.
+    """
+
+    causal: bool = False
+    sm_scale: float | None = None
+    window: tuple[int, int] | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+    def kwargs(self) -> dict[str, Any]:
+        """Return them by name, as every attention takes them."""
+        # torch.compile need not trace `vars`.
+        return {
+            "causal": self.causal, "sm_scale": self.sm_scale, "window": self.window, "softcap": self.softcap,
+            "sinks": self.sinks,
+        }  # fmt: skip
+
+    def resolved(self, D: int) -> ScoreOptions:
+        """Return checked options as operations take them, for head dim D: with a scale, and sinks in fp32."""
+        return ScoreOptions(
+            causal=bool(self.causal),
+            sm_scale=float(D**-0.5 if self.sm_scale is None else self.sm_scale),
+            window=self.window,
+            softcap=None if self.softcap is None else float(self.softcap),
+            sinks=None if self.sinks is None else self.sinks.float().contiguous(),
+        )
+
+    @property
+    def left(self) -> int:
+        """Row i sees keys j >= i + N - M - left; all of them if it is negative."""
+        return -1 if self.window is None else self.window[0]
+
+    @property
+    def right(self) -> int:
+        """Row i sees keys j <= i + N - M + right; all of them if it is negative. Causal: 0."""
+        if self.causal:
+            return 0
+        return -1 if self.window is None else self.window[1]
+
+    @property
+    def rows_differ(self) -> bool:
+        """Whether the mask leaves some rows many more keys than others, as that of causal attention does.
+
+        A window to the left is taken to leave most rows as many.
+        """
+        return self.right >= 0 and self.left < 0
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the softmax's input is linear in q k^T: without a softcap."""
+        return self.softcap is None
+
+    def needs_k_mean_correction(self, return_lse: bool) -> bool:
+        """Whether a call sees what K's mean takes from all scores of a row, as a softmax of keys alone does not."""
+        return return_lse or self.softcap is not None or self.sinks is not None
+
+    @property
+    def scale(self) -> float:
+        """`sm_scale` of resolved options."""
+        assert self.sm_scale is not None
+        return self.sm_scale
+
+    def scales(self) -> ScoreScales:
+        """Return what kernels multiply scores by; of resolved options."""
+        assert self.sm_scale is not None
+        if self.softcap is None:
+            return ScoreScales(qk_scale=self.sm_scale * LOG2E, tanh_scale=1.0)
+        return ScoreScales(qk_scale=self.sm_scale / self.softcap, tanh_scale=self.softcap * LOG2E)
+
+    def capped(self, s: torch.Tensor) -> torch.Tensor:
+        """Return scaled scores as the softcap leaves them."""
+        return s if self.softcap is None else self.softcap * torch.tanh(s / self.softcap)
+
+    def choices(self) -> dict[str, bool]:
+        """Which specialisation of the mask and of scores it takes."""
+        return {"has_left": self.left >= 0, "has_right": self.right >= 0, "has_softcap": self.softcap is not None}
+
+
+class ScoreKwargs(TypedDict, total=False):
+    """`ScoreOptions` by name, for overloads; and below, what each function has besides."""
+
+    causal: bool
+    sm_scale: float | None
+    window: tuple[int, int] | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+
+class MaskOptions(TypedDict, total=False):
+    """Those of attention whose scores may be any."""
+
+    block_mask: BlockMask | FlexMask | None
+
+
+class OracleOptions(ScoreKwargs, MaskOptions, total=False):
+    """Those of `reference.attention`."""
+
+    layout: Layout
+
+
+class AttentionOptions(ScoreKwargs, total=False):
+    """Those of whatever has an output dtype."""
+
+    out_dtype: torch.dtype | None
+
+
+class SplitOptions(TypedDict, total=False):
+    """Those of attention whose keys may be split among programs."""
+
+    num_splits: int | None
+
+
+class QuantizedOptions(AttentionOptions, SplitOptions, MaskOptions, total=False):
+    """Those of `helion_attn.attention_quantized`."""
+
+
+class TensorOptions(AttentionOptions, total=False):
+    """Those of how dense tensors lie and what is done to them first."""
+
+    layout: Layout
+    rope: Rope | None
+
+
+class NormOptions(TypedDict, total=False):
+    """Those of attention that normalises Q and K."""
+
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
+
+
+class DenseOptions(TensorOptions, total=False):
+    """Those of attention on one GPU and on several."""
+
+    recipe: Recipe | RecipeName
+
+
+class MaskedOptions(DenseOptions, NormOptions, MaskOptions, total=False):
+    """Those of `helion_attn.check`."""
+
+
+class CallOptions(TensorOptions, NormOptions, MaskOptions, SplitOptions, total=False):
+    """Those of `helion_attn.attention`."""
+
+    recipe: Recipe | RecipeName | Auto
+
+
+class ModelOptions(MaskedOptions, total=False):
+    """Those of `reference.fp8_attention`."""
+
+    block_n: int | None
+
+
+class VarlenOptions(AttentionOptions, total=False):
+    """Those of `helion_attn.attention_varlen`."""
+
+    recipe: Recipe | RecipeName
+
+
+class CacheOptions(AttentionOptions, SplitOptions, total=False):
+    """Those of `helion_attn.attention_kvcache`."""
+
+    layout: Layout
