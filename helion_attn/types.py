@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -131,10 +130,12 @@ class Recipe:
     p_offset_log2: int | None = None
 
     def __post_init__(self) -> None:
-        # Found here, and not when asked for: torch.compile may ask.
-        if self.resolved is not self:
+        given = self._asked()
+        missing = {name: value for name, value in self._implied().items() if given[name] is None}
+        # Made here, and not when asked for: torch.compile may ask.
+        object.__setattr__(self, "_resolved", Recipe(**{**given, **missing}) if missing else self)
+        if missing:
             object.__setattr__(self, "_values", self.resolved.__dict__["_values"])
-            self._find()
             return  # the values of `resolved` were checked
         for name, accepted in RECIPE_CHOICES.items():
             value = getattr(self, name)
@@ -183,11 +184,6 @@ class Recipe:
         promoted = self.bits[1] == 8 if self.promote_every is None else self.promote_every == 1
         values = {**self._asked(), "promote_every": promoted, "p_offset_log2": self.p_offset}
         object.__setattr__(self, "_values", tuple(values.values()))
-        self._find()
-
-    def _find(self) -> None:
-        """Find properties that are kept."""
-        _ = self.bits, self.is_given, self.p_offset
 
     def _implied(self) -> dict[str, Any]:
         """What the fields that may be None are implied to be, whatever they are."""
@@ -202,12 +198,10 @@ class Recipe:
             "center_v": pv_8_bit,
         }
 
-    @functools.cached_property
+    @property
     def resolved(self) -> Recipe:
         """An equal recipe in which every field that others imply has its value."""
-        given = self._asked()
-        missing = {name: value for name, value in self._implied().items() if given[name] is None}
-        return Recipe(**{**given, **missing}) if missing else self
+        return self.__dict__["_resolved"]
 
     def _asked(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -231,12 +225,12 @@ class Recipe:
         changed = (f"{name}={x!r}" for name, x in self._asked().items() if x is not None and x != default[name])
         return f"Recipe({', '.join(changed)})"
 
-    @functools.cached_property
+    @property
     def bits(self) -> tuple[int, int]:
         """Bits of Q and K, and of P and V."""
         return 8 * self.qk_dtype.itemsize, 8 * self.pv_dtype.itemsize
 
-    @functools.cached_property
+    @property
     def is_given(self) -> bool:
         """Whether `pack` was given the descales: nothing is transformed or scaled."""
         return self.k_scales == "head"
@@ -251,7 +245,7 @@ class Recipe:
             return largest_for_half_scores(d)
         return FORMAT_MAX.get(self.qk_dtype, 1.0)
 
-    @functools.cached_property
+    @property
     def p_offset(self) -> int:
         """`p_offset_log2`, or what None stands for."""
         return self.p_offset_log2 if self.p_offset_log2 is not None else MAX_P_OFFSET_LOG2[self.pv_dtype]

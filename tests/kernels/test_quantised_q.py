@@ -15,7 +15,7 @@ from devtools.sm90 import Sm90Kernel, compile_for_sm90, fake_cuda
 from helion_attn.compiler.passes import early_copies, hoist_q_scale, shared_q
 from helion_attn.compiler.passes.ttgir import FENCE
 from helion_attn.configs import tile_config
-from helion_attn.ops import choose, dense
+from helion_attn.ops import choose
 from helion_attn.preprocess import pack_kv, recentre, sample
 from helion_attn.problem import NO_ROPE_ARGUMENTS, Choice, rope_arguments
 from helion_attn.testing import error_budget, relative_error
@@ -30,7 +30,7 @@ RECIPES = [ha.FAST, ha.BALANCED]
 
 def with_packed_q(*qkv: torch.Tensor, **options: Any) -> Any:
     """`attention` with Q packed first."""
-    with mock.patch.object(dense, "quantises_q", return_value=False):
+    with mock.patch.object(choose, "quantises_q", return_value=False):
         return ha.attention(*qkv, **options)
 
 
