@@ -15,6 +15,7 @@ import torch
 from devtools.sm90 import fake_cuda
 from devtools.workloads import Workload
 from helion_attn import configs
+from helion_attn.compiler import buffers
 from helion_attn.configs import (
     LARGE_D_TABLE,
     LARGE_TILE_CONFIGS,
@@ -108,7 +109,8 @@ def test_shipped_configs_are_candidates() -> None:
 def test_8_bit_scores_take_the_path_of_real_ones(tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
     scales = []
     module = attention if isinstance(tile, TileConfig) else attention_large_d
-    monkeypatch.setattr(module, "launch", lambda tile, arguments, out, lse: scales.append(arguments.softmax.sm_scale))
+    monkeypatch.setattr(module, "launch", lambda _, arguments, *more: scales.append(arguments.softmax.sm_scale))
+    monkeypatch.setattr(buffers, "sm_count", lambda _: 132)
     w = workloads(tile)[0]
     trial._launch(tile, w, [fake_cuda(*shape, dtype=dtype) for shape, dtype in trial._packed(tile, w)])
     dtype = recipe_of(tile).qk_dtype
