@@ -33,6 +33,7 @@ from helion_attn import configs
 from helion_attn.kernels.lib.norm import no_norms
 from helion_attn.kernels.lib.rope import rope_tables as kernel_tables
 from helion_attn.kernels.lib.strided import strided_qkv
+from helion_attn.ops.quantize import all_tensors
 from helion_attn.preprocess import pack, sample
 from helion_attn.problem import rope_arguments
 from helion_attn.validate.dense import MIN_D
@@ -163,7 +164,7 @@ def pack_launch(
     unused = q.new_empty(1, dtype=torch.float32)
     norms, tables = no_norms(unused), kernel_tables(rope_arguments(rope), source.D_row, unused)
     known = sample.launch(source, norms, tables, recipe)
-    return lambda: pack.launch(source, norms, tables, known, tile.bm, tile.bn, recipe, shift_lse=False).tensors()
+    return lambda: all_tensors(pack.launch(source, norms, tables, known, tile.bm, tile.bn, recipe, shift_lse=False))
 
 
 def stages(w: Workload, q: Tensor, k: Tensor, v: Tensor) -> list[Stage]:
