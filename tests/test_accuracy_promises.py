@@ -29,8 +29,9 @@ def kernel_error(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
     return relative_error(out, ha.reference.attention(*ha.dequantize(packed), causal=causal))
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_randn(D: int, causal: bool, device: str) -> None:
     H, M = (8, KEYS) if device == "cuda" else (1, 64)
     # Up to `MAX_BITS_D` P's bits are a line of the score.

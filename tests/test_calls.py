@@ -177,30 +177,6 @@ def test_a_call_is_logged_once(device: str, logged: list[str], monkeypatch: pyte
     assert len(logged) == 3
 
 
-@pytest.mark.usefixtures("not_run")
-def test_lines_leave_plans_alone(device: str, logged: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many are logged; of those, too, no more are kept than of plans."""
-    plans.forget()
-    monkeypatch.setattr(plans, "MAX_PLANS", 8)
-    q, k, v = make_qkv("randn", 1, 2, 2, 20, 20, 32, device=device)
-    ha.attention(q, k, v)
-    kept = dict(plans._PLANS)
-    for i in range(20):
-        plans.log_call(calls.Call("attention", {"q": q[:, :, :i]}, {}), "none")
-        assert len(plans._LOGGED) <= 8
-    assert len(logged) == 21
-    assert kept == plans._PLANS
-
-
-@pytest.mark.usefixtures("not_run")
-def test_nothing_is_described_where_nothing_is_logged(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise AssertionError
-
-    monkeypatch.setattr(calls, "line", fail)
-    ha.attention(*make_qkv("randn", 1, 2, 2, 20, 20, 32, device=device))
-
-
 def test_a_device_is_named() -> None:
     q = torch.empty(1, 2, 20, 32, dtype=torch.float16, device="meta")
     line = calls.line(calls.Call("attention", {"q": q}, {}), "none")

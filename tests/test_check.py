@@ -172,26 +172,6 @@ def test_16_bit_presets_are_left_out_where_they_have_no_kernel(monkeypatch: pyte
     assert [*ha.check(*make_qkv("randn", 1, 1, 1, 8, 40, 264)).errors] == ["BALANCED", "FAST"]
 
 
-def exact(what: str) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], dict[str, Any]]:
-    """A call whose result every preset has exactly."""
-    q, k, v = make_qkv("randn", 1, 2, 1, 8, 40, 32)
-    if what == "one key":
-        return (q, k[:, :, :1], v[:, :, :1]), {}
-    if what == "no values":
-        return (q, k, v * 0), {}
-    return (q, k, v), {"block_mask": ha.BlockMask.from_dense(torch.zeros(8, 40, dtype=torch.bool))}
-
-
-@pytest.mark.parametrize("what", ["one key", "no values", "everything hidden"])
-def test_exact_calls_have_no_error(what: str) -> None:
-    tensors, options = exact(what)
-    found = ha.check(*tensors, **options)
-    assert {*found.errors.values(), found.sixteen_bits} == {module.Error(0.0, 0.0)}
-    assert found.findings == ("BALANCED has no error here.",)
-    if what == "everything hidden":
-        assert found.pattern == module.Error(1.0, 1.0)
-
-
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [("q", math.nan, "q holds NaN"), ("k", -math.inf, "k holds inf"), ("v", math.nan, "v holds")],
@@ -217,25 +197,6 @@ def test_presets_that_overflow_are_told_from_those_that_do_not(monkeypatch: pyte
     assert not math.isfinite(found.errors["yours"].total)
     assert found.errors["FAST"].total < 0.1
     assert found.findings == ("yours gives NaN or inf here, and these do not, the fastest first: FAST.",)
-
-
-def test_few_keys_have_no_bias(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their means are noise; the bias of a channel that is constant prints short."""
-    monkeypatch.setattr(module, "COMPARED", {})
-    q, k, v = make_qkv("randn", 1, 1, 1, 16, 200, 32)
-    assert len(ha.check(q, k[:, :, :3], v[:, :, :3]).findings) == 1
-    k[..., 3] = 2.0
-    (finding, *_) = ha.check(q, k, v).findings
-    assert finding.startswith("K has a channel whose mean is ")
-    assert len(finding) < 150
-
-
-def test_bad_input_raises_before_anything_runs() -> None:
-    q, k, v = make_qkv("randn", 1, 2, 2, 8, 40, 32)
-    with pytest.raises(ValueError, match="window"):
-        ha.check(q, k, v, window=(-2, 0))
-    with pytest.raises(ValueError, match="layout"):
-        ha.check(q, k, v, layout="sbhd")  # type: ignore[arg-type]
 
 
 @pytest.mark.thorough

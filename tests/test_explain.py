@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,7 +16,7 @@ from devtools.sm90 import _offline_hopper
 from helion_attn import plans
 from helion_attn.compiler import kernels
 from helion_attn.compiler.helion_adapter import helion
-from helion_attn.compiler.passes import early_copies, hoist_q_scale, pingpong, row_sums, shared_q
+from helion_attn.compiler.passes import early_copies, hoist_q_scale, row_sums, shared_q
 from helion_attn.configs import large_tile_config, tile_config
 from helpers.offline import fake_qkv, launching
 
@@ -98,30 +98,6 @@ def test_a_large_head_dim() -> None:
     assert found.launches[-1] == found.kernel
 
 
-def test_wrong_arguments_are_those_of_attention() -> None:
-    q, k, v = make_qkv("randn", 1, 2, 2, 10, 10, 64)
-    mistakes: tuple[dict[str, Any], ...] = (
-        {"layout": "sbhd"},
-        {"softcap": -1.0},
-        {"window": (1, 2, 3)},
-        {"out_dtype": torch.int8},
-    )
-    for wrong in mistakes:
-        with pytest.raises((TypeError, ValueError)) as by_attention:
-            ha.attention(q, k, v, **wrong)
-        with pytest.raises((TypeError, ValueError)) as by_explain:
-            ha.explain(q, k, v, **wrong)
-        assert str(by_explain.value) == str(by_attention.value)
-    with pytest.raises(TypeError):
-        ha.explain("q", k, v)  # type: ignore[arg-type]
-
-
-def test_it_cannot_be_changed() -> None:
-    found = explained((1, 1, 1, 5, 5, 64))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        found.splits = 3
-
-
 def test_a_gpu_s_kernels_say_what_was_done_to_them() -> None:
     """Compiled for sm_90, and not launched."""
 
@@ -130,13 +106,13 @@ def test_a_gpu_s_kernels_say_what_was_done_to_them() -> None:
         launching(),
         mock.patch.object(plans.Plan, "compiled", return_value=compiled),
     ):
-        found = ha.explain(*fake_qkv(2, 4, 2, 1000, 3000, 256), causal=True)
+        found = ha.explain(*fake_qkv(2, 4, 2, 1000, 3000, 64), causal=True)
     assert found.device == "NVIDIA H200"
-    assert found.launches == ("sample", "pack_kv", "pack_q", "recentre", "fp8_attn_fwd")
-    assert not found.quantises_q
-    assert found.tile == tile_config(256, True)
+    assert found.launches == ("sample", "pack_kv", "recentre", "fp8_attn_fwd")
+    assert found.quantises_q
+    assert found.tile == tile_config(64, True)
     assert [x.name for x in found.passes if x.applied] == [*found.expected]
-    assert f"pass {pingpong.NAME}: applied" in str(found)
+    assert f"pass {row_sums.NAME}: applied" in str(found)
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
@@ -170,23 +146,6 @@ def test_a_plan_is_printed_and_called(layout: Any, device: str) -> None:
     for q in (others[0].detach().requires_grad_(), torch._neg_view(others[0])):
         with pytest.raises(ValueError, match="the plan is for"):
             made(q, *others[1:], sinks=sinks)
-
-
-def test_a_plan_is_of_one_pairing_and_one_role_of_positions() -> None:
-    q, k, v = make_qkv("randn", 1, 1, 1, 20, 20, 32)
-    angles, at = torch.linspace(0, 3, 40 * 16).view(40, 16), torch.arange(20)
-    ropes = [
-        ha.Rope(angles.cos(), angles.sin(), interleaved, *positions)
-        for interleaved in (False, True)
-        for positions in ((), (at, None), (None, at))
-    ]
-    for rope in ropes:
-        made = ha.plan(q, k, v, rope=rope)
-        assert torch.equal(cast(torch.Tensor, made(q, k, v, rope=rope)), ha.attention(q, k, v, rope=rope))
-        for other in ropes:
-            if other is not rope:
-                with pytest.raises(ValueError, match="the plan is for"):
-                    made(q, k, v, rope=other)
 
 
 @pytest.mark.gpu

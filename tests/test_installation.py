@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
-from helion_attn import __main__ as report
 from helion_attn.compiler import versions
 
 ROOT = Path(__file__).parent.parent
@@ -135,26 +134,3 @@ def test_make_installs_what_fits_the_machine(target: str, machine: str, tmp_path
     (install,) = (line for line in lines if "--editable" in line)
     assert f"--constraint constraints/{'hopper' if hopper else 'no_gpu'}.txt" in install
     assert [line.split()[-1] for line in lines if "--no-deps" in line] == ([] if hopper else ["triton==3.6.0"])
-
-
-@pytest.mark.parametrize(
-    ("torch", "triton", "verified"),
-    [
-        ("2.11.0+cu130", "3.6.0", "yes: "),
-        ("2.13.0+cpu", "3.6.0", "no, but with torch 2.11: "),
-        ("2.15.0", "3.9.0", "no, but with torch 2.11: "),
-        ("2.16.0", "3.10.0", "no: no GPU has run this Triton"),
-    ],
-)
-def test_the_report_says_what_is_verified(
-    torch: str, triton: str, verified: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(report, "self_check", lambda device: report.SelfCheck(device, {"FAST": 0.04}, 1.0))
-    monkeypatch.setattr("torch.__version__", torch)
-    monkeypatch.setattr("triton.__version__", triton)
-    report.main()
-    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert lines["torch"] == torch
-    assert lines["Triton"].startswith(triton)
-    assert lines["verified"].startswith(verified)
-    assert ("passes" in lines["lost"]) == (triton == "3.10.0")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
+import functools
 import warnings
 from typing import Any
 
@@ -171,20 +171,6 @@ def test_bad_samples(bad: dict[str, Any], error: type[Exception], parts: list[st
     assert_raises(ha.cache_constants, arguments, error, parts)
 
 
-def test_a_mean_of_other_heads_raises() -> None:
-    """As on a rank with one KV head that passes the whole model's."""
-    cache = ha.paged_kv_cache(8, 1, 64)
-    other = dataclasses.replace(cache, k_mean=zeros(4, 64))
-    table, lengths = torch.zeros(1, 8, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
-    q = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16)
-    for call in (
-        lambda: ha.append_kvcache(other, q, q, table, lengths),
-        lambda: ha.attention_kvcache(q, other, table, lengths),
-    ):
-        with pytest.raises(ValueError, match=r"cache.k_mean is .*\(4, 64\)"):
-            call()
-
-
 FIELDS = ("k8", "v8", "k_descale", "v_descale", *CONSTANTS)
 
 Bad = dict[str, Any]
@@ -255,11 +241,8 @@ ATTENTION: dict[str, tuple[Bad, type[Exception], list[str]]] = TABLES | {
     "q_head_dim": ({"q": zeros(2, 4, 1, 64)}, ValueError, ["q has head dim 64", "32"]),
     "q_heads": ({"q": zeros(2, 3, 1, 32)}, ValueError, ["q has 3 heads", "2"]),
     "causal": ({"causal": "yes"}, TypeError, ["causal is 'yes'"]),
-    "return_lse": ({"return_lse": 2}, TypeError, ["return_lse is 2"]),
-    "sm_scale": ({"sm_scale": -1.0}, ValueError, ["sm_scale is -1.0"]),
     "num_splits": ({"num_splits": 0}, ValueError, ["num_splits is 0"]),
     "out_dtype": ({"out_dtype": torch.float8_e4m3fn}, TypeError, ["out_dtype is torch.float8_e4m3fn", "bfloat16"]),
-    "window": ({"window": (-2, 0)}, ValueError, ["window is (-2, 0)", "-1"]),
     "softcap": ({"softcap": 0.0}, ValueError, ["softcap is 0.0", "None"]),
     "sinks": ({"sinks": zeros(3)}, ValueError, ["sinks has shape (3,)", "(4,)"]),
     "misspelt": ({"soft_cap": 1.0}, TypeError, ["soft_cap"]),
@@ -311,58 +294,16 @@ def test_broken_cache(field: str, how: str) -> None:
     assert how != "type" or ("None or" in str(raised.value)) == (field in CONSTANTS)
 
 
-@pytest.mark.usefixtures("no_launch")
-def test_a_cache_in_memory_of_others() -> None:
-    """Only its address counts, not where that lies in a storage."""
-    arguments = good_attention()
-    memory: dict[str, Any] = {field: from_memory_of_others(getattr(arguments["cache"], field), 0) for field in FIELDS}
-    arguments["cache"] = dataclasses.replace(arguments["cache"], **memory)
-    with pytest.raises(Launched):
-        ha.attention_kvcache(**arguments)
-
-
 def test_a_fake_cache_has_no_address() -> None:
     with FakeTensorMode(), warnings.catch_warnings():
         warnings.simplefilter("error")
         assert ha.attention_kvcache(**good_attention()).shape == (2, 4, 1, 80)
 
 
-@pytest.mark.usefixtures("no_launch")
-def test_part_of_a_cache() -> None:
-    """Pages of a larger pool are a cache."""
-    arguments = good_attention()
-    tensors: dict[str, Any] = {
-        field: getattr(arguments["cache"], field)[1:] for field in FIELDS if field not in CONSTANTS
-    }
-    arguments["cache"] = dataclasses.replace(arguments["cache"], **tensors)
-    with pytest.raises(Launched):
-        ha.attention_kvcache(**arguments)
-
-
 # --- flash_attn_with_kvcache ----------------------------------------------------------------------------------------
-
-#: Of flash-attn 3's flash_attn_with_kvcache (hopper/flash_attn_interface.py), in order.
-FLASH_ATTN_3 = """
-    q, k_cache, v_cache, k, v, qv, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table,
-    cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q, rotary_seqlens, q_descale, k_descale, v_descale, softmax_scale,
-    causal, window_size, attention_chunk, softcap, rotary_interleaved, scheduler_metadata, num_splits, pack_gqa,
-    sm_margin, return_softmax_lse
-""".replace(",", " ").split()
 
 #: Its result is a tensor or a pair, by a bool.
 flash_attn_with_kvcache: Any = ha.flash_attn_with_kvcache
-
-
-def test_signature() -> None:
-    parameters = list(inspect.signature(ha.flash_attn_with_kvcache).parameters)
-    assert parameters == [*FLASH_ATTN_3, "block_table", "alibi_slopes", *CONSTANTS]
-
-
-def test_rules_name_arguments() -> None:
-    for rule in KVCACHE_RULES:
-        default = inspect.signature(ha.flash_attn_with_kvcache).parameters[rule.argument].default
-        assert rule.accepts(default)
-        assert not rule.accepts(refused(rule.argument))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -396,6 +337,10 @@ def make_problem(device: str) -> Problem:
     cache, table, seqlens = make_cache([140, 20], 2, 64, device=device, k_mean=k_mean, channel_factors=factors)
     append_all(cache, k, v, table, [140, 20])
     return Problem(q, k[:, :, 140:], v[:, :, 140:], cache, table, seqlens)
+
+
+#: Made once, for tests that write nothing.
+PROBLEM = functools.cache(lambda: make_problem("cpu"))
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -455,30 +400,21 @@ def test_unsupported_arguments_raise(rule: Any) -> None:
         ({"k_cache": zeros(5, 128, 2, 64)}, TypeError, "^k_cache is .*bfloat16.*paged_kv_cache.*append_kvcache"),
         ({"v_cache": zeros(3, 2, 64, 128)}, TypeError, "^v_cache is .*bfloat16.*paged_kv_cache.*append_kvcache"),
         ({"k_cache": zeros(5, 2, 99, 64, dtype=torch.float8_e4m3fn)}, ValueError, "^k_cache is"),
-        ({"v_cache": zeros(3, 2, 64, 128, dtype=torch.float8_e4m3fn)}, ValueError, "^v_cache is"),
         ({"v_cache": zeros(5, 128, 2, 64, dtype=torch.float8_e4m3fn)}, ValueError, "^v_cache.size.2. is 2"),
         ({"k_descale": [1.0]}, TypeError, "^k_descale is a list"),
         ({"page_table": zeros(2, 2, dtype=torch.int64)}, TypeError, r"page_table\.to\(torch\.int32\)"),
         ({"block_table": zeros(2, 2)}, ValueError, "block_table and page_table are both given"),
         ({"alibi_slopes": zeros(4)}, NotImplementedError, "alibi_slopes is a Tensor"),
-        ({"page_table": zeros(2, 2)}, TypeError, "^page_table has dtype torch.bfloat16"),
-        ({"page_table": zeros(3, 2, dtype=torch.int32)}, ValueError, "^page_table has shape"),
-        ({"cache_seqlens": zeros(3, dtype=torch.int32)}, ValueError, "^cache_seqlens has shape"),
         ({"k": zeros(2, 999, 2, 64), "v": zeros(2, 999, 2, 64)}, ValueError, "the width of page_table"),
-        ({"q": zeros(2, 3, 4, 48)}, ValueError, "q has head dim 48"),
         ({"k": zeros(2, 3, 2, 64)}, ValueError, "v is None and k is not"),
-        ({"k": zeros(2, 3, 2, 64), "v": zeros(2, 3, 2, 32)}, ValueError, "v has head dim 32"),
-        ({"k": zeros(2, 3, 2, 64), "v": zeros(2, 3, 2, 64), "causal": 2}, TypeError, "causal is 2"),
         ({"softmax_scale": -1.0}, ValueError, "softmax_scale is -1"),
-        ({"num_splits": -1}, ValueError, "num_splits is -1"),
-        ({"dropout_p": 0.0}, TypeError, "dropout_p"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
 def test_bad_arguments_raise_before_the_cache_is_written(
     options: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = make_problem("cpu").arguments() | options
+    arguments = PROBLEM().arguments() | options
     monkeypatch.setattr(torch.ops, "helion_attn", NoOps())
     with pytest.raises(error, match=message):
         flash_attn_with_kvcache(**arguments)

@@ -121,6 +121,7 @@ def test_dequantize_undoes_factors(recipe: ha.Recipe, device: str) -> None:
     assert errors[0] < 0.6 * errors[1]
 
 
+@pytest.mark.thorough(but=11)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", ["randn", "k3x30", "k2x100q", "k8x10b", "k_pairs", "k_lognormal", "sink"])
 @pytest.mark.parametrize("D", [64, 256])
@@ -146,6 +147,7 @@ def factors_of(qkv: Tensors) -> torch.Tensor:
     return found
 
 
+@pytest.mark.thorough(but=5)
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("name", ["q", "k"])
 def test_channels_without_a_size_have_no_factor(name: str, value: float, device: str) -> None:
@@ -195,6 +197,7 @@ def test_normal_numbers_have_the_bits_that_they_have_without(recipe: ha.Recipe, 
     assert torch.equal(ha.attention(*qkv, recipe=recipe), ha.attention(*qkv, recipe=without))
 
 
+@pytest.mark.thorough(but=5)
 @pytest.mark.parametrize("queries", [1, 2, 5, 16, 128])
 @pytest.mark.parametrize("D", [64, 256])
 def test_noise_gives_no_factor(D: int, queries: int, device: str) -> None:

@@ -252,7 +252,7 @@ def found(request: pytest.FixtureRequest) -> Found:
     return seen_of
 
 
-@pytest.mark.thorough(but=9)
+@pytest.mark.thorough(but=6)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_plan_launches_what_its_operation_launches(name: str, found: Found) -> None:
     (by_plan, planned_result), (itself, result), was_known = found[name]

@@ -33,12 +33,6 @@ def test_so_many_parameters_stay(but: int, kept: str) -> None:
     assert left_out <= set(marked)
 
 
-def test_others_stay() -> None:
-    assert not dearest(items_of("f.py::test_a", 5, None))
-    alone = items_of("f.py::test_a", 0, pytest.mark.thorough.mark)
-    assert dearest(alone) == set(alone)
-
-
 def test_a_number_without_its_name_fails() -> None:
     """Otherwise it would keep nothing."""
     with pytest.raises(AssertionError, match=r"f.py::test_a\[0\]: thorough takes but=n"):

@@ -98,9 +98,3 @@ def test_help() -> None:
     assert "self-check" in done.stdout
     assert "passed on" not in done.stdout
     assert subprocess.run([*command, "--what"], capture_output=True, check=False).returncode == 2
-
-
-def test_command() -> None:
-    done = subprocess.run([sys.executable, "-m", "helion_attn"], capture_output=True, text=True, check=True)
-    last = done.stdout.splitlines()[-1]
-    assert last.startswith("self-check   passed on ")

@@ -15,7 +15,6 @@ pytest.importorskip("rich")
 
 from rich.console import Console
 
-import helion_attn as ha
 from benchmarks import language_model as suite
 from benchmarks.lib.harness import Results, load
 from benchmarks.lib.suite import Options
@@ -40,15 +39,6 @@ def test_perplexity(tiny: tuple[Any, torch.Tensor]) -> None:
     assert scores.losses.shape == scores.choices.shape == (4, 31)
     assert scores.agreement(scores) == 1
     assert 1 < scores.perplexity < 20
-
-
-def test_errors_are_over_the_parts() -> None:
-    """Tokens of a part that are off together tell no more than one."""
-    base = example.Scores(torch.zeros(4, 100), torch.zeros(4, 100), 1.0)
-    off = torch.tensor([0.01, -0.01, 0.03, 0.01])
-    difference, error = example.Scores(off[:, None].expand(4, 100), base.choices, 1.0).difference(base)
-    assert difference == pytest.approx(math.expm1(0.01), rel=1e-4)
-    assert error == pytest.approx(off.std().item() / 2, rel=1e-4)
 
 
 def test_verdicts(tiny: tuple[Any, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,27 +70,3 @@ def test_suite(tiny: tuple[Any, torch.Tensor], tmp_path: Any, monkeypatch: pytes
     assert errors["bf16"] < errors["two heads exchanged"]
     (table,) = suite.tables(load(tmp_path))
     assert [line[0] for line in table.body[:3]] == ["SDPA bf16", "FAST", "BALANCED"]
-
-
-@pytest.mark.parametrize(
-    ("recipe", "other"), [(ha.BALANCED, ha.FAST), (ha.FAST, ha.BALANCED)], ids=["balanced", "fast"]
-)
-def test_chunks_through_a_cache(recipe: ha.Recipe, other: ha.Recipe, tiny: tuple[Any, torch.Tensor]) -> None:
-    model, tokens = tiny
-    base = example.score(model, tokens[:128], 64, example.stock)
-    found = suite.score_in_chunks(example, model, tokens[:128], 64, recipe)
-    assert found.losses.shape == base.losses.shape
-    apart = (found.losses - base.losses).abs()
-    assert 0 < apart.mean() < 0.1
-    # The first chunk is read without the cache, whatever its keys are.
-    losses = suite.score_in_chunks(example, model, tokens[:128], 64, other).losses
-    assert torch.equal(found.losses[:, :15], losses[:, :15])
-    assert not torch.equal(found.losses, losses)
-
-
-def test_suite_without_the_model(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    options = Options(torch.device("cpu"), True, 1, ["helion_attn"], (64,), 0)
-    suite.run(options, Results(tmp_path / "language_model.json", {}))
-    assert not load(tmp_path)
-    assert suite.tables({}) == []

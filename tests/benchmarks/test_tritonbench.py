@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import helion_attn as ha
-from benchmarks import tritonbench as benchmark
 from helion_attn.integrations import tritonbench as plugin
 from helion_attn.testing import relative_error
 
@@ -90,10 +89,6 @@ def make_qkv() -> tuple[torch.Tensor, ...]:
     return tuple(torch.randn(1, 2, 70, 32, dtype=torch.float16, requires_grad=True) for _ in range(3))
 
 
-def test_module_needs_no_tritonbench_to_import() -> None:
-    assert "tritonbench" not in sys.modules
-
-
 def test_register_twice_is_register_once(tritonbench: Tritonbench) -> None:
     plugin.register()
     plugin.register()
@@ -161,22 +156,3 @@ def test_main_of_an_older_checkout(tritonbench: Tritonbench, tmp_path: Path) -> 
     vars(sys.modules["tritonbench.utils.path_utils"])["REPO_PATH"] = tmp_path
     plugin.main(["--op", "fp8_attention"])
     assert ran_with.read_text() == "--op fp8_attention"
-
-
-def test_what_it_writes_is_read() -> None:
-    """Lengths by their count; not one that did not run, nor the average, of which there are no figures here."""
-    names = [f"triton_flash_v2-{x}" for x in ("latency", "tflops", "helion_attn_error")]
-    table = [
-        ("0", "0.5 (±1%)", "70.0", "1.4"),
-        ("1", "2.0 (±1%)", "80.0", "1.4"),
-        ("2", "", "", ""),
-        ("average", *"111"),
-    ]
-    lines = [dict(zip(["x_val", *names], line, strict=True)) for line in table]
-    rows = benchmark.read(lines, 64, "triton_flash_v2")
-    assert [(r["N"], r["H"], r["ms"], r["tflops"], r["error_total"]) for r in rows] == [
-        (128, 48, 0.5, 70.0, 1.4),
-        (256, 48, 2.0, 80.0, 1.4),
-    ]
-    (shown,) = benchmark.tables({"tritonbench": {"meta": {}, "rows": rows}})
-    assert shown.body == [["triton_flash_v2", "70", "80", "1.400"]]

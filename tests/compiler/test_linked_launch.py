@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,8 +12,6 @@ import pytest
 import torch
 import triton
 from triton import knobs
-from triton.backends.nvidia import driver
-from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from devtools.sm90 import fake_cuda
@@ -219,25 +215,3 @@ def test_hooks_and_streams_are_those_of_the_call() -> None:
     assert metadata == [(None,) * 3, ("metadata", enter, None), ("metadata", None, leave), (None,) * 3]
     assert [args[13] - x.data_ptr() for args in compiled.launched] == [0, 0, 0, 128]
     assert linked._values == [None, 5]
-
-
-def test_triton_launches_like_this() -> None:
-    """What a linked launch takes from Triton's sources, which no interface promises."""
-    run = " ".join(inspect.getsource(JITFunction.run).split())
-    assert (
-        "kernel.run(grid_0, grid_1, grid_2, stream, kernel.function, kernel.packed_metadata, launch_metadata, "
-        "knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, *bound_args.values())"
-    ) in run
-    to_c = " ".join(inspect.getsource(driver.CudaLauncher.__call__).split())
-    first = "self.launch(gridX, gridY, gridZ, stream, function, self.launch_cooperative_grid, self.launch_pdl, "
-    if ONE_FOR_ALL:
-        hooks = "kernel_metadata, launch_metadata, launch_enter_hook, launch_exit_hook, "
-        rest = ", self.arg_annotations, self.kernel_signature, "
-        assert first + hooks + "global_scratch, profile_scratch" + rest in to_c
-        (c,) = Path(driver.__file__).parent.glob("driver.c")
-        assert "bool extractPointer(void *ptr, PyObject *obj) {" in (source := c.read_text())
-        assert "if (PyLong_Check(obj)) {" in source
-    else:
-        assert first + "global_scratch, profile_scratch, *args)" in to_c
-        assert "if (PyLong_Check(obj)) {{" in inspect.getsource(driver.make_launcher)
-    assert knobs.runtime.launch_enter_hook.calls == []

@@ -11,7 +11,6 @@ import torch
 
 import helion_attn as ha
 from devtools.sm90 import fake_cuda
-from helion_attn.configs import scheduling
 from helion_attn.ops.choose import MAX_QUANTISED_D
 from helion_attn.types import Layout
 from helpers.calls import attend_alone
@@ -64,12 +63,6 @@ def test_many_lengths() -> None:
     assert_few(attend_to_lengths(lengths), 2)
 
 
-@pytest.mark.thorough
-def test_query_and_key_lengths_differ() -> None:
-    lengths = list(zip(random_lengths(2, 10), random_lengths(3, 10), strict=True))
-    assert_few(run_lengths(lengths, 64, False, "bshd"), 2)
-
-
 def test_block_masks() -> None:
     """Of many lengths, and of one or all sequences and heads."""
     sizes = zip(random_lengths(7, 12), random_lengths(8, 12), [1, 1, 4] * 4, strict=True)
@@ -77,16 +70,6 @@ def test_block_masks() -> None:
         for M, N, heads in sizes:
             attend_alone(fake_qkv(1, 4, 2, M, N, 64), options={"block_mask": fake_block_mask(1, heads, M, N)})
     assert_few(seen)
-
-
-@pytest.mark.thorough
-def test_heads_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With keys split, two specialisations: heads that share tiles, and heads that do not."""
-    monkeypatch.setattr(scheduling, "key_splits", lambda *_: 3)
-    lengths = [1, 16, 65, *random_lengths(6, 20)]
-    seen = attend_to_lengths([(S, S) for S in lengths], H_kv=2)
-    assert_few(seen, 2)
-    assert 2 in seen.by_kernel().values()
 
 
 def test_numbers_of_splits_are_data() -> None:
@@ -144,13 +127,3 @@ def test_specialisations_in_turn() -> None:
     assert len(seen.traced) == len(calls)
     assert [kernel.hash for kernel in seen.compiled] == [kernel.hash for kernel in alone] * 2
     assert len({kernel.hash for kernel in alone}) == len(calls)
-
-
-@pytest.mark.thorough
-def test_a_change_of_head_dim_is_counted() -> None:
-    """So the counts can exceed one."""
-    with compilations() as seen:
-        for D in (64, 128):
-            attend_alone(fake_qkv(1, 4, 2, 100, 200, D))
-    assert seen.traced.count("fp8_attn_fwd") == 2
-    assert [count for name, count in seen.by_kernel().items() if "fp8_attn_fwd" in name] == [2]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
 import json
 import math
 from dataclasses import asdict, replace
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -30,7 +28,6 @@ from helion_attn.configs import (
 )
 from helion_attn.configs.scheduling import group_programs, head_group, query_blocks_per_sm
 from helion_attn.validate.dense import MIN_D
-from helpers.offline import BATCH, HEADS, QUERIES
 
 BITS = [(8, 8), (8, 16), (16, 16)]
 
@@ -49,12 +46,6 @@ def test_every_head_dim_and_mask_has_a_row_for_any_launch() -> None:
     expected = {(bits, D, causal) for bits in BITS for D in SUPPORTED_D for causal in (False, True)}
     assert set(default) == expected
     assert len(default) == len(expected)
-
-
-def test_limits_are_below_what_the_compile_tests_launch() -> None:
-    """Whose `BATCH` must take the configs for any launch."""
-    limits = [tile.max_query_blocks_per_sm for tile in ALL_TILES if tile.max_query_blocks_per_sm < math.inf]
-    assert all(limit < BATCH * HEADS * (QUERIES // 128) / 132 for limit in limits)
 
 
 def test_masks_and_launches_share_block_sizes() -> None:
@@ -98,19 +89,6 @@ def test_rows_have_timings_and_round_trip(tile: TileConfig | LargeTileConfig, ro
     assert 0 < row["registers"] <= 255
     assert row["spills"] <= MAX_SPILLS
     assert json.loads(json.dumps(row)) == row
-
-
-@pytest.mark.parametrize(("tile", "row"), [pytest.param(*pair, id=tile_id(pair[0])) for pair in ROWS])
-def test_rows_say_what_made_them(tile: TileConfig | LargeTileConfig, row: dict[str, Any]) -> None:
-    for name in ("gpu", "sm_count", "torch", "triton", "helion", "date", "commit", "command"):
-        assert row["provenance"].get(name), name
-    assert {"B", "H", "M", "N", "D", "D_v"} <= row["workload"].keys()
-    assert tile.measured_on == row["provenance"]["gpu"]
-
-
-def test_h100_is_not_measured() -> None:
-    """It takes the same rows, by its number of SMs. Change docs/support.md's versions with this."""
-    assert {tile.measured_on for tile in ALL_TILES} == {"NVIDIA H200"}
 
 
 @pytest.mark.parametrize("D", range(MIN_D, SUPPORTED_D[-1] + 1))
@@ -176,38 +154,3 @@ def test_heads_at_once(heads: int, programs: int, ctas_per_sm: int, group: int) 
     assert head_group(heads, programs, 132, ctas_per_sm) == group
     assert heads % group == 0
     assert group == 1 or group * programs <= group_programs(132, ctas_per_sm)
-
-
-def begin_to_end(order: list[int], places: int) -> float:
-    """How long programs of these lengths take, of which `places` run at once, over that of places always busy."""
-    busy = [0] * places
-    for length in order:
-        heapq.heapreplace(busy, busy[0] + length)
-    return max(busy) * places / sum(order)
-
-
-@pytest.mark.parametrize(("S", "bm", "ctas_per_sm"), [(4096, 64, 3), (4096, 64, 4), (4096, 128, 1), (16384, 64, 3)])
-def test_groups_keep_the_gpu_busy(S: int, bm: int, ctas_per_sm: int) -> None:
-    """A model of causal launches, in which programs of an SM do not slow each other: one head after the other leaves
-    the last one's longest rows to run alone.
-    """
-    heads, blocks = 4 * 16 * 4096 // S, S // bm
-    group = head_group(heads, blocks, 132, ctas_per_sm)
-
-    def in_groups(size: int) -> float:
-        order = [rows for _ in range(heads // size) for rows in range(blocks, 0, -1) for _ in range(size)]
-        return begin_to_end(order, 132 * ctas_per_sm)
-
-    assert in_groups(group) < 1.03
-    assert in_groups(1) > in_groups(group) + 0.05
-
-
-def test_selection_reads_no_files() -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("reads a file")
-
-    with mock.patch("builtins.open", refuse), mock.patch("io.open", refuse), mock.patch("os.open", refuse):
-        for load in (0.5, 50.0):
-            attention_tile_config(128, 128, True, load=load)
-            large_tile_config(192, 128, True, load)
-        packing(128, 128)

@@ -32,28 +32,6 @@ def test_every_public_name_is_listed_once(api: ModuleType, monkeypatch: pytest.M
         api.page()
 
 
-def test_sections(api: ModuleType) -> None:
-    doc = """First.
-
-    Args:
-        q: [B, H], 2**3,
-            and further: on.
-        k: likewise.
-
-    Raises:
-        TypeError, ValueError: naming it.
-
-    Example:
-        for x in range(2):
-            print(x**2)
-    """
-    assert list(api.paragraphs(doc)) == [
-        *("First.", "", "**Args**", "", r"- `q`: [B, H], 2\*\*3,", "  and further: on.", "- `k`: likewise.", ""),
-        *("**Raises**", "", "- `TypeError, ValueError`: naming it.", ""),
-        *("**Example**", "", "```python", "for x in range(2):", "    print(x**2)", "```"),
-    ]
-
-
 @pytest.mark.parametrize("name", [name for name in ha.__all__ if inspect.isfunction(getattr(ha, name))])
 def test_docstrings_say_what_is_raised_and_name_arguments(name: str) -> None:
     """Every public function's docstring has a summary, its arguments that exist, and what it raises."""

@@ -107,17 +107,6 @@ def test_sizes() -> None:
     assert max(plots) <= MOST_PLOTS
 
 
-@pytest.mark.parametrize("page", DOCS, ids=name)
-def test_pages_begin_with_an_answer_and_contents(page: Path) -> None:
-    parts = page.read_text().split("\n\n")
-    assert parts[0].startswith("# ")
-    assert "?" in parts[1].split(". ")[0]
-    sections = re.findall(r"^## (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), flags=re.M)
-    contents = next(part for part in parts[2:] if part.startswith(("[", "- [")))
-    linked = re.findall(r"\(#([^)]*)\)", contents)
-    assert [link for link in linked if link in map(slug, sections)] == [slug(section) for section in sections]
-
-
 def sentences(text: str) -> set[str]:
     joined = " ".join(prose(text).split())
     return {sentence for sentence in re.split(r"(?<=[.:?!]) ", joined) if words(sentence) >= 6}
@@ -128,14 +117,6 @@ def test_no_sentence_stands_in_two_files() -> None:
     assert sum(map(len, found.values())) > 500
     shared = [(name(a), name(b), found[a] & found[b]) for a, b in itertools.combinations(found, 2)]
     assert [each for each in shared if each[2]] == []
-
-
-#: Turns of phrase that a native speaker would not write.
-FOREIGN = re.compile(r"\b(of which|anew|beside|what there is not)\b", re.IGNORECASE)
-
-
-def test_the_front_page_reads_as_a_native_writes() -> None:
-    assert FOREIGN.findall(README.read_text()) == []
 
 
 def test_the_front_page_has_no_measured_figure_of_its_own() -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import re
 import runpy
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn import tritonbench
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
 
@@ -148,24 +145,6 @@ def test_shipping_compiled_kernels() -> None:
     names = run_example("Shipping compiled kernels")
     assert names["out"].shape == (1, names["M"], 32, 128)
     assert not names["out"].isnan().any()
-
-
-def test_tritonbench_commands() -> None:
-    section = PAGE.read_text().split("\n## tritonbench\n")[1]
-    commands = [shlex.split(line) for block in section.split("```")[1::2] for line in block.strip().splitlines()]
-    assert len(commands) == 4
-    for command in commands:
-        given = dict(itertools.pairwise(command))
-        assert given["--op"] == tritonbench.OPERATOR
-        assert given.get("-m", tritonbench.__name__) == tritonbench.__name__
-        assert given.get("--only", tritonbench.BACKEND) == tritonbench.BACKEND
-        if "--plugin" in given:
-            module, _, function = given["--plugin"].rpartition(".")
-            assert getattr(importlib.import_module(module), function) is tritonbench.register
-        if "--d-head" in given:
-            assert int(given["--d-head"]) * int(given["--n-heads"]) == 3072
-        assert ("-m" in given) != ("--plugin" in given)
-    assert tritonbench.METRIC in commands[0][-1].split(",")
 
 
 def test_tables_are_the_codes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,7 @@ def test_long_context_fails_on_zeros(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert not long_context.attend_as_rank(0, 1, 0, f"file://{tmp_path}/rank", "cpu", 256)
 
 
+@pytest.mark.thorough
 def test_real_model(
     real_model: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

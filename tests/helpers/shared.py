@@ -46,21 +46,27 @@ def _called(call: functools.partial[R]) -> Entry[R]:
     return Entry(result, seen, [str(x.message) for x in caught if x.category is SlowerWarning])
 
 
-def _once(call: functools.partial[R]) -> Entry[R]:
-    """The call, which warns in every test that finds it."""
-    given = inspect.signature(call.func).bind(*call.args, **call.keywords)
-    given.apply_defaults()
-    key = hashlib.sha256(repr((call.func.__name__, given.arguments)).encode()).hexdigest()
+def once(name: str, make: Callable[[], R]) -> R:
+    """What `make` returns, of the first process of this run that asks for this name."""
     assert FOLDER is not None
-    path = FOLDER / key
+    path = FOLDER / name
     # Another process that wants the same waits for the first.
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
             written = path.with_suffix(".new")
-            written.write_bytes(pickle.dumps(_called(call)))
+            written.write_bytes(pickle.dumps(make()))
             written.rename(path)
-    found: Entry[R] = pickle.loads(path.read_bytes())
+    found: R = pickle.loads(path.read_bytes())
+    return found
+
+
+def _once(call: functools.partial[R]) -> Entry[R]:
+    """The call, which warns in every test that finds it."""
+    given = inspect.signature(call.func).bind(*call.args, **call.keywords)
+    given.apply_defaults()
+    key = hashlib.sha256(repr((call.func.__name__, given.arguments)).encode()).hexdigest()
+    found = once(key, lambda: _called(call))
     for message in found.said:
         warnings.warn(message, SlowerWarning, stacklevel=3)
     return found

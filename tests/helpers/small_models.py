@@ -5,6 +5,20 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import torch
+
+#: Of a language model.
+SIZES: dict[str, Any] = {
+    **{"vocab_size": 97, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1},
+    **{"eos_token_id": None, "initializer_range": 0.2},  # attention that looks somewhere, and logits that differ
+}
+
+
+def tokens_of(batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(2, SIZES["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
 #: By patterns of a config's integers: the largest that is left. The first that matches counts.
 LARGEST = {
     r"vocab_size": 101,

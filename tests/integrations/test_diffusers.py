@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import copy
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,101 +23,20 @@ diffusers = pytest.importorskip("diffusers")
 from diffusers.models import attention_dispatch as dispatch  # noqa: E402
 
 from helion_attn.integrations import diffusers as ours  # noqa: E402
+from helpers import diffusion_models  # noqa: E402
+from helpers.diffusion_models import rand  # noqa: E402
 
 NAME = "helion_fp8"
 
 
 @pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
+def registered() -> None:
     ha.register_diffusers()
-    active = dispatch._AttentionBackendRegistry._active_backend
-    yield
-    dispatch._AttentionBackendRegistry.set_active_backend(active)
 
 
-def rand(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+MODELS = ("flux", "wan", "hunyuan_video", "qwen_image_padded")
 
-
-def flux() -> tuple[Any, dict[str, Any]]:
-    model = diffusers.FluxTransformer2DModel(
-        in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=32, num_attention_heads=2,
-        joint_attention_dim=24, pooled_projection_dim=12, axes_dims_rope=(8, 12, 12),
-    )  # fmt: skip
-    inputs = {
-        "hidden_states": rand(2, 30, 16),
-        "encoder_hidden_states": rand(2, 9, 24, seed=1),
-        "pooled_projections": rand(2, 12, seed=2),
-        "timestep": torch.tensor([0.3, 0.7]),
-        "img_ids": torch.cartesian_prod(torch.zeros(1), torch.arange(5.0), torch.arange(6.0)),
-        "txt_ids": torch.zeros(9, 3),
-    }
-    return model, inputs
-
-
-def wan() -> tuple[Any, dict[str, Any]]:
-    """Cross attention has other lengths."""
-    model = diffusers.WanTransformer3DModel(
-        num_attention_heads=2, attention_head_dim=32, in_channels=4, out_channels=4, text_dim=24, freq_dim=16,
-        ffn_dim=64, num_layers=2, rope_max_seq_len=32,
-    )  # fmt: skip
-    inputs = {
-        "hidden_states": rand(2, 4, 2, 8, 10),
-        "timestep": torch.tensor([3, 500]),
-        "encoder_hidden_states": rand(2, 11, 24, seed=1),
-    }
-    return model, inputs
-
-
-def hunyuan_video() -> tuple[Any, dict[str, Any]]:
-    """With padding masks: of its own sequence, and in the refiner, whose rows of padding see the first token alone."""
-    model = diffusers.HunyuanVideoTransformer3DModel(
-        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=32, num_layers=1,
-        num_single_layers=1, num_refiner_layers=1, patch_size=2, text_embed_dim=24, pooled_projection_dim=12,
-        rope_axes_dim=(8, 12, 12),
-    )  # fmt: skip
-    inputs = {
-        "hidden_states": rand(2, 4, 2, 8, 8),
-        "timestep": torch.tensor([3, 500]),
-        "encoder_hidden_states": rand(2, 11, 24, seed=1),
-        "encoder_attention_mask": (torch.arange(11) < torch.tensor([[11], [4]])).long(),
-        "pooled_projections": rand(2, 12, seed=2),
-        "guidance": torch.tensor([6.0, 6.0]),
-    }
-    return model, inputs
-
-
-def qwen_image() -> tuple[Any, dict[str, Any]]:
-    """Its padding lies between the text and the image."""
-    model = diffusers.QwenImageTransformer2DModel(
-        in_channels=16, out_channels=4, num_layers=2, attention_head_dim=32, num_attention_heads=2,
-        joint_attention_dim=24, axes_dims_rope=(8, 12, 12),
-    )  # fmt: skip
-    inputs = {
-        "hidden_states": rand(2, 30, 16),
-        "encoder_hidden_states": rand(2, 9, 24, seed=1),
-        "encoder_hidden_states_mask": (torch.arange(9) < torch.tensor([[9], [4]])).long(),
-        "timestep": torch.tensor([0.3, 0.7]),
-        "img_shapes": [[(1, 5, 6)], [(1, 5, 6)]],
-    }
-    return model, inputs
-
-
-MODELS = {"flux": flux, "wan": wan, "hunyuan_video": hunyuan_video, "qwen_image": qwen_image}
-
-
-@functools.cache
-def made(name: str) -> tuple[Any, dict[str, Any]]:
-    """With weights of one size, so that attention looks somewhere and outputs differ."""
-    torch.manual_seed(0)
-    model, inputs = MODELS[name]()
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if parameter.dim() >= 2:
-                parameter.normal_(0, 1.5 * parameter[0].numel() ** -0.5)
-            elif "norm" in parameter_name and parameter_name.endswith("weight"):
-                parameter.normal_(1.0, 0.2)
-    return model.eval(), inputs
+made = functools.cache(diffusion_models.made)
 
 
 def run(name: str, backend: str) -> torch.Tensor:
@@ -159,7 +77,7 @@ def test_exact_attention_is_native(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert relative_error(run(name, NAME), native) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["hunyuan_video", "qwen_image"])
+@pytest.mark.parametrize("name", ["hunyuan_video", "qwen_image_padded"])
 def test_a_mask_that_is_left_out_would_be_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     native = run(name, "native")
     with_oracle(monkeypatch, "mask")
@@ -255,22 +173,6 @@ def test_bad_calls_raise() -> None:
         dispatch.dispatch_attention_fn(q.requires_grad_(), k, k, backend=NAME)
 
 
-def test_other_batches_raise() -> None:
-    """With padding, which becomes packed sequences, and without."""
-    q, k, v = torch.zeros(2, 24, 2, 32), torch.zeros(4, 24, 2, 32), torch.zeros(4, 12, 2, 32)
-    holes = (torch.arange(24) % 7 > 2).expand(2, 24)
-    padding = torch.arange(24) < torch.tensor([[24], [9]])
-    for mask in (None, padding, holes):
-        with pytest.raises(ValueError, match="key has batch size 4 and query has 2; they must be equal"):
-            dispatch.dispatch_attention_fn(q, k, k, attn_mask=mask, backend=NAME)
-        with pytest.raises(
-            ValueError, match=r"key has batch size 1 and query has 2; .* pass key\.expand\(2, -1, -1, -1"
-        ):
-            dispatch.dispatch_attention_fn(q, k[:1], k[:1], attn_mask=mask, backend=NAME)
-        with pytest.raises(ValueError, match="value has batch size 4 and query has 2; they must be equal"):
-            dispatch.dispatch_attention_fn(q, k[:2], v, attn_mask=mask, backend=NAME)
-
-
 def test_the_callers_names() -> None:
     q = torch.zeros(1, 24, 2, 32)
     attend: Any = ours.Backend(ha.BALANCED)
@@ -284,39 +186,6 @@ def test_the_callers_names() -> None:
     for name in ("is_causal", "enable_gqa", "return_lse"):
         with pytest.raises(TypeError, match=f"{name} is 2; it must be a bool"):
             attend(q, q, q, **{name: 2})
-
-
-def test_a_mask_of_one_query() -> None:
-    """[B, N] and [M, N] mean the same with B = M = 1."""
-    q, k, v = torch.randn(3, 1, 30, 2, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
-    mask = (torch.arange(30) < 11)[None]
-    out = dispatch.dispatch_attention_fn(q[:, :1], k, v, attn_mask=mask, backend=NAME)
-    assert torch.equal(out, ha.attention(q[:, :1], k[:, :11], v[:, :11], layout="bshd"))
-    with pytest.raises(NotImplementedError, match=r"which is \[B, N\] and \[M, N\] alike"):
-        dispatch.dispatch_attention_fn(
-            *(x.expand(2, -1, -1, -1) for x in (q[:, :2], k, v)), attn_mask=mask.expand(2, 30), backend=NAME
-        )
-
-
-def calls_pytorch(source: ast.Module) -> Iterator[str]:
-    """Names of the classes and functions of a file that call PyTorch's attention."""
-    for defined in source.body:
-        if isinstance(defined, ast.ClassDef | ast.FunctionDef):
-            called = [node.func for node in ast.walk(defined) if isinstance(node, ast.Call)]
-            if any(isinstance(f, ast.Attribute) and f.attr == "scaled_dot_product_attention" for f in called):
-                yield defined.name
-
-
-def test_models_that_no_backend_reaches_are_listed() -> None:
-    """A new processor of diffusers that calls PyTorch's attention itself belongs into `OWN_CALLS`."""
-    folder = Path(diffusers.__file__).parent / "models"
-    sources = [path for path in folder.rglob("*.py") if path.name != "attention_dispatch.py"]
-    found = [name for path in sources for name in calls_pytorch(ast.parse(path.read_text()))]
-    listed = [name for names in ours.OWN_CALLS.values() for name in names]
-    assert sorted(found) == sorted(listed)
-    said = " ".join((ha.register_diffusers.__doc__ or "").split())
-    for models in ours.OWN_CALLS:
-        assert f" {models}" in said
 
 
 def test_a_model_that_no_backend_reaches(device: str) -> None:
@@ -366,20 +235,9 @@ def test_another_registry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ha.register_diffusers("another")
 
 
-def test_torch_compile(device: str) -> None:
-    qkv = [x.transpose(1, 2) for x in make_qkv("randn", 1, 2, 2, 30, 30, 32, device=device)]
-    backend = dispatch.AttentionBackendName(NAME)
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return dispatch.dispatch_attention_fn(q * 2, k, v, backend=backend)
-
-    torch._dynamo.reset()
-    assert torch.equal(torch.compile(attend, fullgraph=True, backend="aot_eager")(*qkv), attend(*qkv))
-
-
 @pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("is_fused", [False, True], ids=["backend", "fused"])
-@pytest.mark.parametrize("name", ["hunyuan_video", "qwen_image"])
+@pytest.mark.parametrize("name", ["hunyuan_video", "qwen_image_padded"])
 def test_masks_are_read_between_graphs(name: str, is_fused: bool, device: str) -> None:
     """Blocks that are compiled without fullgraph; nothing that reads a mask, or packs by it, is in a graph."""
     model, inputs = copy.deepcopy(made(name))
@@ -439,62 +297,6 @@ class TwoLayers(torch.nn.Module):
 
     def forward(self, *qkv: torch.Tensor, **options: Any) -> Any:
         return [block(*qkv, **options) for block in self.blocks]
-
-
-def test_a_schedule_chooses_masks(device: str) -> None:
-    """Dense in the first step and in the first layer, then a pattern: of this package, or PyTorch's."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    q, k, v = (x.transpose(1, 2) for x in make_qkv("randn", 1, 4, 2, 300, 300, 64, device=device))
-    flex = create_block_mask(lambda b, h, i, j: (i - j).abs() < 50, None, None, 300, 300, device=device)
-    ours_ = ha.BlockMask.from_flex(flex)
-    model = TwoLayers()
-    dense, sparse = (ha.attention(q, k, v, layout="bshd", sm_scale=0.2, block_mask=mask) for mask in (None, ours_))
-    assert relative_error(sparse, dense) > 0.1
-    masks: list[Any] = [ours_, flex]
-    for mask in masks:
-
-        def schedule(step: int, layer: int, q: torch.Tensor, k: torch.Tensor, mask: Any = mask) -> Any:
-            return mask if step > 0 and layer > 0 else None
-
-        by_hand = ha.Schedule(schedule)
-        ha.register_diffusers(schedule=by_hand, models=model)
-        for step, expected in enumerate([(dense, dense), (dense, sparse)]):
-            with by_hand.step(step):
-                outs = model(q, k, v, scale=0.2, enable_gqa=True)
-            for out, wanted in zip(outs, expected, strict=True):
-                assert torch.equal(out, wanted)
-
-
-def test_a_schedule_chooses_presets(device: str) -> None:
-    """The first step and the last layer in 16 bits; one layer by name and with a mask, and by a recipe."""
-    q, k, v = (x.transpose(1, 2) for x in make_qkv("randn", 1, 4, 2, 300, 300, 64, device=device))
-    mask = ha.BlockMask.from_dense((torch.rand(300, 300, generator=torch.Generator().manual_seed(0)) < 0.3)[None, None])
-    mask = ha.BlockMask.from_dense(mask.to_dense().to(device))
-    model = TwoLayers()
-
-    def expected(recipe: Any, block_mask: Any = None) -> torch.Tensor:
-        return ha.attention(q, k, v, layout="bshd", sm_scale=0.2, recipe=recipe, block_mask=block_mask)
-
-    def schedule(step: int, layer: int, q: torch.Tensor, k: torch.Tensor) -> Any:
-        if step == 2:
-            return ("accurate", mask) if layer == 0 else ha.HYBRID
-        return "bf16" if step < 1 or layer >= 2 - 1 else None
-
-    by_hand = ha.Schedule(schedule)
-    ha.register_diffusers(recipe="fast", schedule=by_hand, models=model)
-    by_step = [("bf16", "bf16"), ("fast", "bf16"), (("accurate", mask), ha.HYBRID)]
-    for step, recipes in enumerate(by_step):
-        with by_hand.step(step):
-            outs = model(q, k, v, scale=0.2, enable_gqa=True)
-        for out, recipe in zip(outs, recipes, strict=True):
-            assert torch.equal(out, expected(*recipe) if isinstance(recipe, tuple) else expected(recipe))
-    # Padding that a mask hides is hidden by a preset too.
-    kept = (torch.arange(300, device=device) < 200)[None]
-    with by_hand.step(0):
-        outs = model(q, k, v, scale=0.2, enable_gqa=True, attn_mask=kept)
-    short = ha.attention(q, k[:, :200], v[:, :200], layout="bshd", sm_scale=0.2, recipe="bf16")
-    assert relative_error(outs[0], short) < 0.01
 
 
 @pytest.mark.parametrize("keys", [266, 261, 256])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
 import copy
 import io
 import pickle
@@ -18,10 +16,8 @@ import torch
 import helion_attn as ha
 
 diffusers = pytest.importorskip("diffusers")
-from diffusers.models import attention_dispatch as dispatch  # noqa: E402
-
 from helion_attn.integrations import diffusers as backend  # noqa: E402
-from helion_attn.integrations.diffusers_schedule import SchedulerSteps  # noqa: E402
+from helpers.diffusion_models import flux, hunyuan_video, inputs_of, qwen_image, wan  # noqa: E402
 
 NAME = "helion_fp8"
 
@@ -30,82 +26,20 @@ OF_WAN = [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 @pytest.fixture(autouse=True)
-def natively(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def instant(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Attention is instant: what is tested is who is asked what."""
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
         return q.new_zeros(*q.shape[:3], v.size(3))
 
     monkeypatch.setattr(backend, "attention", attention)
-    active = dispatch._AttentionBackendRegistry._active_backend
-    dispatch._AttentionBackendRegistry.set_active_backend(dispatch.AttentionBackendName.NATIVE)
     yield
     ha.register_diffusers()
-    dispatch._AttentionBackendRegistry.set_active_backend(active)
-
-
-def wan(layers: int = 4, **options: Any) -> Any:
-    return diffusers.WanTransformer3DModel(
-        num_attention_heads=2, attention_head_dim=32, text_dim=16, freq_dim=16, ffn_dim=64, num_layers=layers,
-        in_channels=4, out_channels=4, rope_max_seq_len=32, **options,
-    ).eval()  # fmt: skip
-
-
-def flux() -> Any:
-    return diffusers.FluxTransformer2DModel(
-        in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=32, num_attention_heads=2,
-        joint_attention_dim=24, pooled_projection_dim=12, axes_dims_rope=(8, 12, 12),
-    ).eval()  # fmt: skip
-
-
-def hunyuan_video() -> Any:
-    """Attention of its refiner asks no backend."""
-    return diffusers.HunyuanVideoTransformer3DModel(
-        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=32, num_layers=2,
-        num_single_layers=2, num_refiner_layers=2, patch_size=2, text_embed_dim=24, pooled_projection_dim=12,
-        rope_axes_dim=(8, 12, 12),
-    ).eval()  # fmt: skip
-
-
-def qwen_image() -> Any:
-    return diffusers.QwenImageTransformer2DModel(
-        in_channels=16, out_channels=4, num_layers=3, attention_head_dim=32, num_attention_heads=2,
-        joint_attention_dim=24, axes_dims_rope=(8, 12, 12),
-    ).eval()  # fmt: skip
 
 
 def predict(model: Any, timestep: Any = 500) -> None:
-    """Call a model of any kind."""
-    time = torch.as_tensor(timestep).reshape(1)
-    of_models: dict[str, dict[str, Any]] = {
-        "WanTransformer3DModel": {
-            "hidden_states": torch.zeros(1, 4, 2, 4, 4),
-            "encoder_hidden_states": torch.zeros(1, 5, 16),
-        },
-        "FluxTransformer2DModel": {
-            "hidden_states": torch.zeros(1, 16, 16),
-            "encoder_hidden_states": torch.zeros(1, 9, 24),
-            "pooled_projections": torch.zeros(1, 12),
-            "img_ids": torch.zeros(16, 3),
-            "txt_ids": torch.zeros(9, 3),
-        },
-        "HunyuanVideoTransformer3DModel": {
-            "hidden_states": torch.zeros(1, 4, 1, 4, 4),
-            "encoder_hidden_states": torch.zeros(1, 5, 24),
-            "encoder_attention_mask": torch.ones(1, 5).long(),
-            "pooled_projections": torch.zeros(1, 12),
-            "guidance": torch.tensor([6.0]),
-        },
-        "QwenImageTransformer2DModel": {
-            "hidden_states": torch.zeros(1, 16, 16),
-            "encoder_hidden_states": torch.zeros(1, 9, 24),
-            "encoder_hidden_states_mask": torch.ones(1, 9).long(),
-            "img_shapes": [[(1, 4, 4)]],
-        },
-    }
-    given = of_models[type(getattr(model, "_orig_mod", model)).__name__]
     with torch.no_grad():
-        model(**given, timestep=time)
+        model(**inputs_of(model) | {"timestep": torch.as_tensor(timestep).reshape(1).expand(2)})
 
 
 def as_backend(*models: Any, **options: Any) -> None:
@@ -214,24 +148,6 @@ def test_experts_share_steps(enter: Any) -> None:
         assert seen == [(0, 0)] * 2 + [(1, 0)] * 2 + low
 
 
-def test_all_schedulers_of_diffusers() -> None:
-    """Those that can be made without arguments and count steps."""
-    tested = []
-    for name in (name for name in dir(diffusers) if name.endswith("Scheduler")):
-        try:
-            scheduler = getattr(diffusers, name)()
-            scheduler.set_timesteps(6)
-            steps = SchedulerSteps(scheduler)
-            seen = generate(scheduler, lambda _, current=steps.current: current())  # type: ignore[misc]
-        except Exception as error:  # it needs arguments, other steps or other tensors, or counts none
-            if "in no generation" in str(error):
-                raise
-            continue
-        assert seen == list(range(len(scheduler.timesteps))), name
-        tested.append(name)
-    assert len(tested) > 15
-
-
 def every_second_call_is_skipped(model: Any) -> Callable[[int], None]:
     """diffusers' PyramidAttentionBroadcast, in two of four blocks."""
     now = [0]
@@ -270,7 +186,7 @@ def a_step_is_skipped(model: Any) -> Callable[[int], None]:
     ],
 )
 def test_skipped_calls_shift_no_layer(enter: Any, skip: Any, expected: list[list[int]]) -> None:
-    model, scheduler = wan(), scheduler_of(2)
+    model, scheduler = wan(4), scheduler_of(2)
     seen: list[tuple[int, int]] = []
     enter(model, schedule=lambda step, layer, q, k: seen.append((step, layer)), scheduler=scheduler)
     before = skip(model)
@@ -286,7 +202,7 @@ def test_skipped_calls_shift_no_layer(enter: Any, skip: Any, expected: list[list
 
 @pytest.mark.parametrize(
     ("make", "expected"),
-    [(wan, OF_WAN), (flux, [0, 1, 2, 3]), (hunyuan_video, [0, 1, 2, 3]), (qwen_image, [0, 1, 2])],
+    [(wan, [0, 0, 1, 1]), (flux, [0, 1, 2]), (hunyuan_video, [0, 1, 2]), (qwen_image, [0, 1])],
 )
 @both_ways
 def test_backend_and_fused_number_layers_alike(enter: Any, make: Any, expected: list[int]) -> None:
@@ -306,11 +222,8 @@ def test_all_calls_of_a_module_have_its_layer(enter: Any) -> None:
     seen: list[int] = []
     schedule = ha.Schedule(lambda step, layer, q, k: seen.append(layer))
     enter(model, schedule=schedule)
-    with schedule.step(0), torch.no_grad():
-        model(
-            torch.zeros(1, 4, 2, 4, 4), torch.tensor([5]), torch.zeros(1, 512, 16),
-            encoder_hidden_states_image=torch.zeros(1, 7, 24),
-        )  # fmt: skip
+    with schedule.step(0):
+        predict(model)
     assert seen == [0, 0, 0, 1, 1, 1]
 
 
@@ -335,25 +248,6 @@ def test_other_models_and_the_end() -> None:
     predict(model)
     assert seen == [3, 3]
     assert [(len(module._forward_pre_hooks), len(module._forward_hooks)) for module in model.modules()] == hooks
-
-
-def test_two_backends_watch_one_model() -> None:
-    model = wan(1)
-    seen: list[str] = []
-
-    def naming(name: str) -> ha.Schedule:
-        return ha.Schedule(lambda step, layer, q, k: seen.append(name))
-
-    schedules = [naming(name) for name in "ab"]
-    for name, schedule in zip("ab", schedules, strict=True):
-        ha.register_diffusers(f"helion_{name}", schedule=schedule, models=model)
-    for name, schedule in zip("ab", schedules, strict=True):
-        model.set_attention_backend(f"helion_{name}")
-        with schedule.step(0):
-            predict(model)
-    for name in "ab":
-        ha.register_diffusers(f"helion_{name}")
-    assert seen == ["a", "a", "b", "b"]
 
 
 @both_ways
@@ -410,36 +304,6 @@ def test_threads_have_steps_and_layers_of_their_own(enter: Any) -> None:
     for thread in threads:
         thread.join()
     assert seen == {"first": [(1, 0), (1, 1), (1, 1)], "second": [(2, 1), (2, 0), (2, 0)]}
-
-
-@both_ways
-def test_tasks_have_steps_of_their_own(enter: Any) -> None:
-    """Two await inside a step; a thread that one of them waits for has its step."""
-    model = wan(1)
-    seen: list[tuple[str | None, int]] = []
-
-    def choose(step: int, layer: int, q: torch.Tensor, k: torch.Tensor) -> None:
-        seen.append((name.get(), step))
-
-    schedule, name = ha.Schedule(choose), contextvars.ContextVar[str | None]("name", default=None)
-    enter(model, schedule=schedule)
-
-    async def run(own: str, steps: range) -> None:
-        name.set(own)
-        for step in steps:
-            with schedule.step(step):
-                await asyncio.sleep(0)
-                await asyncio.to_thread(predict, model)
-                await asyncio.sleep(0)
-                predict(model)
-
-    async def both() -> None:
-        await asyncio.gather(run("first", range(3)), run("second", range(5, 8)))
-
-    asyncio.run(both())
-    for own, steps in (("first", range(3)), ("second", range(5, 8))):
-        assert [step for of, step in seen if of == own] == [step for step in steps for _ in range(4)]
-    assert len(seen) == 24
 
 
 def nothing(step: int, layer: int, q: torch.Tensor, k: torch.Tensor) -> None:
@@ -532,15 +396,6 @@ def test_models_are_checked() -> None:
         ha.register_diffusers(scheduler=scheduler)
     with pytest.raises(ValueError, match="scheduler is a FlowMatchEulerDiscreteScheduler and schedule None"):
         ha.fuse_diffusers(wan(1), scheduler=scheduler)
-
-
-def test_another_model_is_compiled() -> None:
-    """Under the backend of a schedule, of which it has none."""
-    model, other = wan(1), wan(1)
-    as_backend(model, schedule=ha.Schedule(nothing))
-    other.set_attention_backend(NAME)
-    torch._dynamo.reset()
-    predict(torch.compile(other, fullgraph=True, backend="eager"))
 
 
 @both_ways

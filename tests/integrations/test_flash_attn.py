@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,12 +16,6 @@ from helpers.refused import refused
 #: Its result is a tensor or a pair, by a bool.
 flash_attn_func: Any = ha.flash_attn_func
 
-#: Of flash-attn 3's flash_attn_func (hopper/flash_attn_interface.py), in order.
-FLASH_ATTN_3 = """
-    q, k, v, softmax_scale, causal, qv, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap,
-    num_splits, pack_gqa, deterministic, sm_margin, return_attn_probs
-""".replace(",", " ").split()
-
 
 def bshd(device: str, dtype: torch.dtype = torch.bfloat16, B: int = 1) -> tuple[torch.Tensor, ...]:
     qkv = make_qkv("randn", B, 4, 2, 37, 70, 32, device=device)
@@ -34,14 +25,6 @@ def bshd(device: str, dtype: torch.dtype = torch.bfloat16, B: int = 1) -> tuple[
 def oracle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return ha.reference.attention(q, k, v, **options).transpose(1, 2)
-
-
-def test_signature() -> None:
-    parameters = inspect.signature(ha.flash_attn_func).parameters
-    positional = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    assert positional == FLASH_ATTN_3
-    keywords = ["dropout_p", "alibi_slopes", "return_softmax_lse", "recipe"]
-    assert [name for name in parameters if name not in positional] == keywords
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -128,12 +111,6 @@ def test_unsupported_arguments_raise(rule: Any, device: str) -> None:
         flash_attn_func(*bshd(device), **{rule.argument: refused(rule.argument)})
 
 
-def test_hints_change_nothing(device: str) -> None:
-    qkv = bshd(device)
-    expected = flash_attn_func(*qkv)
-    assert torch.equal(flash_attn_func(*qkv, num_splits=0, pack_gqa=True, deterministic=True), expected)
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -186,56 +163,3 @@ def test_grad_raises(device: str) -> None:
             flash_attn_func(*qkv)
         with torch.no_grad():
             flash_attn_func(*qkv)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def test_autocast_changes_nothing(dtype: torch.dtype, device: str) -> None:
-    """As in flash-attn; and the fp32 sums of the interpreter stay fp32."""
-    qkv = bshd(device, dtype)
-    expected = flash_attn_func(*qkv, recipe=ha.ACCURATE)
-    with torch.autocast(device, dtype=torch.bfloat16):
-        assert torch.equal(flash_attn_func(*qkv, recipe=ha.ACCURATE), expected)
-
-
-class Block(torch.nn.Module):
-    """A projection, attention, and a projection."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = torch.nn.Linear(64, 3 * 64)
-        self.out = torch.nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 32)).unbind(2)
-        out = flash_attn_func(q, k, v, causal=True, window_size=(11, 0))
-        return self.out(out.flatten(2))
-
-
-def assert_compiles(function: Callable[..., Any], *args: Any) -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    with torch.no_grad():
-        for actual, expected in zip(compiled(*args), function(*args), strict=True):
-            assert torch.equal(actual, expected)
-
-
-def test_torch_compile_of_a_module(device: str) -> None:
-    assert_compiles(Block().to(device), torch.randn(1, 40, 64, device=device))
-
-
-def test_torch_compile_of_fp8(device: str) -> None:
-    qkv, descales = fp8(device)
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, descale: torch.Tensor) -> Any:
-        return flash_attn_func(q, k, v, k_descale=descale * 2, softcap=5.0, return_attn_probs=True)
-
-    assert_compiles(attend, *qkv, descales["k_descale"])
-
-
-def test_rules_name_arguments() -> None:
-    assert {rule.argument for rule in RULES} <= set(FLASH_ATTN_3)
-    for rule in RULES:
-        default = inspect.signature(ha.flash_attn_func).parameters[rule.argument].default
-        assert rule.accepts(default)
-        assert not rule.accepts(refused(rule.argument))
-        assert dataclasses.is_dataclass(rule)

@@ -63,6 +63,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.thorough(but=7)
 @pytest.mark.parametrize("case", CALLS)
 def test_order(case: str, device: str) -> None:
     args, kwargs, meant = CALLS[case]
@@ -71,16 +72,6 @@ def test_order(case: str, device: str) -> None:
     assert torch.equal(out, flash_attn_func(*qkv, **meant))
     if meant:
         assert not torch.equal(out, flash_attn_func(*qkv))
-
-
-@pytest.mark.parametrize("case", [case for case in CALLS if not case.startswith("flash_attn_3")])
-def test_order_of_packed_sequences(case: str, device: str) -> None:
-    args, kwargs, meant = CALLS[case]
-    q, k, v = (x[0] for x in bshd(device))
-    cu_seqlens = torch.tensor([0, 13, 40], dtype=torch.int32, device=device)
-    lengths = cu_seqlens, cu_seqlens, 27, 27
-    out = flash_attn_varlen_func(q, k, v, *lengths, *args, **kwargs, block_table=None)
-    assert torch.equal(out, flash_attn_varlen_func(q, k, v, *lengths, **meant))
 
 
 def test_order_with_a_cache(device: str) -> None:
@@ -194,15 +185,3 @@ def test_bad_packed_tensors(function: Any) -> None:
         function(torch.zeros(1, 4, 2, 4, 32), *lengths)
     with pytest.raises(TypeError, match="qkv is a list"):
         function([1.0], *lengths)
-
-
-def test_torch_compile(device: str) -> None:
-    """The order is told apart in a graph, too."""
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        return flash_attn_func(q, k, v, 0.0, 0.3, causal=True)
-
-    torch._dynamo.reset()
-    qkv = bshd(device)
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(*qkv), attend(*qkv))

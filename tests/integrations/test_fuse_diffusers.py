@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -12,139 +11,23 @@ import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn import auto, plans
 from helion_attn.integrations import masks
+from helion_attn.integrations.fused import qk_prologue
 from helion_attn.reference.norm import rms_norm
 from helion_attn.reference.rope import apply_rope_qk
 from helion_attn.testing import relative_error
 from helpers.host_reads import HostReads
 
 diffusers = pytest.importorskip("diffusers")
-from diffusers.models import attention_dispatch as dispatch  # noqa: E402
-
 from helion_attn.integrations import diffusers as backend  # noqa: E402
-from helion_attn.integrations.fused import fuse_diffusers, qk_prologue  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def natively() -> Iterator[None]:
-    """To set a model's backend makes it that of all."""
-    active = dispatch._AttentionBackendRegistry._active_backend
-    dispatch._AttentionBackendRegistry.set_active_backend(dispatch.AttentionBackendName.NATIVE)
-    yield
-    dispatch._AttentionBackendRegistry.set_active_backend(active)
-
-
-def rand(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def flux() -> tuple[Any, dict[str, Any]]:
-    model = diffusers.FluxTransformer2DModel(
-        in_channels=16, num_layers=1, num_single_layers=2, attention_head_dim=32, num_attention_heads=2,
-        joint_attention_dim=24, pooled_projection_dim=12, axes_dims_rope=(8, 12, 12),
-    )  # fmt: skip
-    inputs = {
-        "hidden_states": rand(2, 30, 16),
-        "encoder_hidden_states": rand(2, 9, 24, seed=1),
-        "pooled_projections": rand(2, 12, seed=2),
-        "timestep": torch.tensor([0.3, 0.7]),
-        "img_ids": torch.cartesian_prod(torch.zeros(1), torch.arange(5.0), torch.arange(6.0)),
-        "txt_ids": torch.zeros(9, 3),
-    }
-    return model, inputs
-
-
-def wan(image_dim: int | None = None) -> tuple[Any, dict[str, Any]]:
-    model = diffusers.WanTransformer3DModel(
-        num_attention_heads=2, attention_head_dim=32, in_channels=4, out_channels=4, text_dim=24, freq_dim=16,
-        ffn_dim=64, num_layers=2, rope_max_seq_len=32, image_dim=image_dim, added_kv_proj_dim=64 if image_dim else None,
-    )  # fmt: skip
-    inputs = {
-        "hidden_states": rand(2, 4, 2, 8, 10),
-        "timestep": torch.tensor([3, 500]),
-        "encoder_hidden_states": rand(2, 512 if image_dim else 11, 24, seed=1),
-    }
-    if image_dim:
-        inputs["encoder_hidden_states_image"] = rand(2, 7, image_dim, seed=2)
-    return model, inputs
-
-
-def wan_of_images() -> tuple[Any, dict[str, Any]]:
-    return wan(24)
-
-
-def hunyuan_video(kept: tuple[int, int] = (11, 4)) -> tuple[Any, dict[str, Any]]:
-    """Text behind the video; of it as many tokens are kept."""
-    model = diffusers.HunyuanVideoTransformer3DModel(
-        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=32, num_layers=1,
-        num_single_layers=2, num_refiner_layers=1, patch_size=2, text_embed_dim=24, pooled_projection_dim=12,
-        rope_axes_dim=(8, 12, 12),
-    )  # fmt: skip
-    inputs = {
-        "hidden_states": rand(2, 4, 2, 8, 8),
-        "timestep": torch.tensor([3, 500]),
-        "encoder_hidden_states": rand(2, 11, 24, seed=1),
-        "encoder_attention_mask": (torch.arange(11) < torch.tensor(kept)[:, None]).long(),
-        "pooled_projections": rand(2, 12, seed=2),
-        "guidance": torch.tensor([6.0, 6.0]),
-    }
-    return model, inputs
-
-
-def hunyuan_video_of_one_length() -> tuple[Any, dict[str, Any]]:
-    return hunyuan_video((4, 4))
-
-
-def qwen_image(is_padded: bool = False) -> tuple[Any, dict[str, Any]]:
-    model = diffusers.QwenImageTransformer2DModel(
-        in_channels=16, out_channels=4, num_layers=2, attention_head_dim=32, num_attention_heads=2,
-        joint_attention_dim=24, axes_dims_rope=(8, 12, 12),
-    )  # fmt: skip
-    inputs = {
-        "hidden_states": rand(2, 30, 16),
-        "encoder_hidden_states": rand(2, 9, 24, seed=1),
-        "timestep": torch.tensor([0.3, 0.7]),
-        "img_shapes": [[(1, 5, 6)], [(1, 5, 6)]],
-    }
-    if is_padded:
-        inputs["encoder_hidden_states_mask"] = (torch.arange(9) < torch.tensor([[9], [4]])).long()
-    return model, inputs
-
-
-def qwen_image_padded() -> tuple[Any, dict[str, Any]]:
-    """Padding between text and image."""
-    return qwen_image(True)
-
-
-MODELS = {
-    "flux": flux,
-    "wan": wan,
-    "wan_of_images": wan_of_images,
-    "hunyuan_video": hunyuan_video,
-    "hunyuan_video_of_one_length": hunyuan_video_of_one_length,
-    "qwen_image": qwen_image,
-    "qwen_image_padded": qwen_image_padded,
-}
+from helion_attn.integrations.fused import fuse_diffusers  # noqa: E402
+from helpers.diffusion_models import MODELS, made, rand  # noqa: E402
 
 #: Name, and what is fused in some attention of it.
 PARTS = [
     *((name, what) for name in ("flux", "wan", "wan_of_images", "hunyuan_video") for what in ("q_norm", "k_norm")),
     *((name, "rope") for name in MODELS if name != "qwen_image_padded"),
 ]
-
-
-def made(name: str) -> tuple[Any, dict[str, Any]]:
-    """With weights of one size, so that attention looks somewhere, and norms that differ by channel."""
-    torch.manual_seed(0)
-    model, inputs = MODELS[name]()
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if parameter.dim() >= 2:
-                parameter.normal_(0, 1.5 * parameter[0].numel() ** -0.5)
-            elif "norm" in parameter_name and parameter_name.endswith("weight"):
-                parameter.normal_(1.0, 0.4)
-    return model.eval(), inputs
 
 
 def output(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
@@ -227,14 +110,6 @@ def test_what_is_padding_is_not_seen(name: str, monkeypatch: pytest.MonkeyPatch)
     assert relative_error(output(model, inputs), native) > 1e-3
 
 
-def test_padding_of_one_length_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs = made("hunyuan_video_of_one_length")
-    ha.fuse_diffusers(model)
-    calls = with_oracle(monkeypatch)
-    output(model, inputs)
-    assert [call.args[1].shape[:2] for call in calls.call_args_list] == [(2, 36)] * 3
-
-
 def test_holes_in_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms over all heads come before, too."""
     model, inputs = made("wan")
@@ -246,36 +121,6 @@ def test_holes_in_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
         ha.fuse_diffusers(model)
         with_oracle(monkeypatch)
         assert relative_error(attn(x, attention_mask=mask, rotary_emb=rotary), native) < 1e-5
-
-
-def test_fused_projections() -> None:
-    model, inputs = made("wan")
-    ha.fuse_diffusers(model)
-    before = output(model, inputs)
-    for block in model.blocks:
-        block.attn1.fuse_projections()
-        block.attn2.fuse_projections()
-    assert relative_error(output(model, inputs), before) < 0.02
-
-
-def test_tables_are_made_once_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs = made("wan")
-    ha.fuse_diffusers(model)
-    made_of: list[torch.Tensor] = []
-
-    def rope_of(cos: torch.Tensor, sin: torch.Tensor) -> ha.Rope:
-        made_of.append(cos)
-        return original(cos, sin)
-
-    original = fuse_diffusers.rope_of
-    monkeypatch.setattr(fuse_diffusers, "rope_of", rope_of)
-    with_oracle(monkeypatch)
-    output(model, inputs)
-    assert len(made_of) == 1
-    longer = inputs | {"hidden_states": rand(2, 4, 3, 8, 10)}
-    output(model, longer)
-    assert len(made_of) == 2
-    assert [x.size(1) for x in made_of] == [2 * 4 * 5, 3 * 4 * 5]
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -309,13 +154,6 @@ def test_norms_without_eps_take_that_of_the_dtype() -> None:
     norm = torch.nn.RMSNorm(32)
     assert qk_prologue.rms_norm_of(norm, rand(2, 32).bfloat16()).eps == torch.finfo(torch.bfloat16).eps
     assert qk_prologue.rms_norm_of(torch.nn.RMSNorm(32, eps=1e-5), rand(2, 32)).eps == 1e-5
-
-
-def test_fusing_again_changes_the_recipe() -> None:
-    model, _ = made("flux")
-    ha.fuse_diffusers(model, recipe="fast")
-    ha.fuse_diffusers(model, recipe=ha.ACCURATE)
-    assert model.transformer_blocks[0].attn.processor.recipe == ha.ACCURATE
 
 
 def test_backends_and_context_parallelism_are_refused() -> None:
@@ -388,18 +226,6 @@ def begun() -> Any:
     return scheduler
 
 
-def test_a_copy_is_a_model_of_its_own() -> None:
-    for name in ("wan", "hunyuan_video"):
-        model, inputs = made(name)
-        ha.fuse_diffusers(model, schedule=lambda step, *_: "bf16" if step == 0 else None, scheduler=begun())
-        before = output(model, inputs)
-        copied = copy.deepcopy(model)
-        assert torch.equal(output(copied, inputs), before)
-        ha.fuse_diffusers(model)
-        assert not torch.equal(output(model, inputs), before)
-        assert torch.equal(output(copied, inputs), before)
-
-
 #: Attention of models, of which norms are fused: where it is, and what it has been handed.
 HAS_NORMS = {
     "wan": lambda model: model.blocks[0].attn1,
@@ -465,6 +291,7 @@ CHANGES: dict[str, Callable[[Any, str], None]] = {
 }
 
 
+@pytest.mark.thorough(but=9)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", HAS_NORMS)
 def test_a_norm_that_does_more_is_called(name: str, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -532,24 +359,6 @@ def test_tables_of_a_cuda_graph() -> None:
     assert relative_error(out, expected) < 1e-3
 
 
-@pytest.mark.thorough(but=1)
-@pytest.mark.parametrize("name", ["qwen_image", "flux", "hunyuan_video", "wan"])
-def test_autocast(name: str) -> None:
-    """Of a model in fp32, as near to it as the backend."""
-    model, inputs = made(name)
-    native, errors = output(model, inputs), []
-    for fuse in (False, True):
-        if fuse:
-            model.reset_attention_backend()
-            ha.fuse_diffusers(model, recipe="bf16")
-        else:
-            ha.register_diffusers(recipe="bf16")
-            model.set_attention_backend("helion_fp8")
-        with torch.autocast("cpu", torch.bfloat16):
-            errors.append(relative_error(output(model, inputs).float(), native))
-    assert 0 < errors[1] < 1.5 * errors[0]
-
-
 @pytest.mark.parametrize("name", ["flux", "wan", "hunyuan_video", "qwen_image"])
 def test_a_fused_model_can_be_saved(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After it has run."""
@@ -564,46 +373,6 @@ def test_a_fused_model_can_be_saved(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert [call.kwargs["recipe"] for call in calls.call_args_list] == [ha.FAST] * 2 * count
 
 
-def test_a_shallow_copy_runs_its_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs = made("wan")
-    attn, x, rotary = model.blocks[0].attn1, rand(2, 40, 64, seed=3), model.rope(inputs["hidden_states"])
-    outs: list[list[torch.Tensor]] = []
-    for fuse in (False, True):
-        if fuse:
-            ha.fuse_diffusers(model)
-            with_oracle(monkeypatch)
-        copied = copy.copy(attn)
-        copied._modules = dict(attn._modules)
-        copied.norm_q = torch.nn.RMSNorm(64)
-        with torch.no_grad():
-            outs.append([module(x, rotary_emb=rotary) for module in (attn, copied)])
-    assert relative_error(*outs[0]) > 1e-3
-    for one, other in zip(*outs, strict=True):
-        assert relative_error(other, one) < 1e-5
-
-
-def test_loading_an_ip_adapter() -> None:
-    """diffusers makes a new processor of each single block's class: it says what to do, and that helps."""
-    model, inputs = made("flux")
-    weights = {"weight": torch.zeros(64, 24), "bias": torch.zeros(64)}
-    adapter = {f"0.to_{x}_ip.{name}": weight for x in "kv" for name, weight in weights.items()}
-    projection = {
-        **{"proj.weight": torch.zeros(96, 24), "proj.bias": torch.zeros(96)},
-        **{"norm.weight": torch.ones(24), "norm.bias": torch.zeros(24)},
-    }
-    state = [{"image_proj": projection, "ip_adapter": adapter}]
-    before = output(model, inputs)
-    ha.fuse_diffusers(model)
-    with pytest.raises(TypeError, match=r"FluxProcessor is made without a recipe.* call helion_attn.unfuse\(model\)"):
-        model._load_ip_adapter_weights(state)
-    ha.unfuse(model)
-    model._load_ip_adapter_weights(state)
-    inputs["joint_attention_kwargs"] = {"ip_adapter_image_embeds": [torch.zeros(2, 1, 24)]}
-    assert relative_error(output(model, inputs), before) < 1e-6, "an adapter of zeros"
-    with pytest.raises(NotImplementedError, match=r"is a FluxIPAdapterAttnProcessor; .* use the backend of register"):
-        ha.fuse_diffusers(model)
-
-
 @pytest.mark.parametrize("name", ["flux", "wan", "hunyuan_video", "qwen_image"])
 def test_a_processor_made_of_its_class_says_what_to_do(name: str) -> None:
     """As diffusers makes them, for all attention of a model, where it changes some."""
@@ -614,26 +383,6 @@ def test_a_processor_made_of_its_class_says_what_to_do(name: str) -> None:
     for make in makes:
         with pytest.raises(TypeError, match=rf"{make.__name__} is made without a recipe.*helion_attn\.unfuse\(model\)"):
             make()
-
-
-@pytest.mark.parametrize("name", ["wan", "flux"])
-def test_offloaded_by_accelerate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All weights are elsewhere but while their own module runs; fused before or after."""
-    accelerate = pytest.importorskip("accelerate")
-    for is_fused_first in (True, False):
-        model, inputs = made(name)
-        native = output(model, inputs)
-        if is_fused_first:
-            ha.fuse_diffusers(model)
-        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
-        assert {x.device.type for x in model.parameters()} == {"meta"}
-        if not is_fused_first:
-            ha.fuse_diffusers(model)
-        with monkeypatch.context() as patch:
-            calls = with_oracle(patch)
-            assert relative_error(output(model, inputs), native) < 1e-5
-        options = {key for call in calls.call_args_list for key in call.kwargs} & {"rope", "q_norm", "k_norm"}
-        assert options == {"rope"}
 
 
 @pytest.mark.parametrize("name", ["flux", "wan", "hunyuan_video", "qwen_image"])
@@ -656,93 +405,6 @@ def test_unfuse(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             assert dict(model.attn_processors) == processors
             assert torch.equal(output(model, inputs), before)
         assert not model._forward_pre_hooks
-
-
-def test_own_processors_take_it_away() -> None:
-    """The model is then what it was, to the bit."""
-    for name in MODELS:
-        model, inputs = made(name)
-        native, processors = output(model, inputs), dict(model.attn_processors)
-        ha.fuse_diffusers(model)
-        assert not torch.equal(output(model, inputs), native)
-        model.set_attn_processor(dict(processors))
-        assert torch.equal(output(model, inputs), native)
-
-
-def with_another_processor_of_hunyuan(model: Any) -> None:
-    from diffusers.models.attention_processor import AttnProcessor2_0
-
-    model.single_transformer_blocks[0].attn.set_processor(AttnProcessor2_0())
-
-
-def without_attention(model: Any) -> None:
-    del model.single_transformer_blocks[0].attn
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            with_another_processor_of_hunyuan,
-            r"'single_transformer_blocks.0.attn', whose processor is a AttnProcessor2_0; it must be a HunyuanVideoAttn",
-        ),
-        (without_attention, r"NoneType 'single_transformer_blocks.0.attn', which has no processor; diffusers is"),
-    ],
-)
-def test_other_layouts_of_blocks(change: Any, message: str) -> None:
-    model, _ = made("hunyuan_video")
-    change(model)
-    with pytest.raises(NotImplementedError, match=message):
-        ha.fuse_diffusers(model)
-
-
-def test_auto(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the table has PyTorch's attention the outputs are those without fusing; elsewhere the preset's, fused."""
-    model, inputs = made("flux")
-    model.bfloat16()
-    inputs = {name: x.bfloat16() if "states" in name or "projections" in name else x for name, x in inputs.items()}
-    native, outs = output(model, inputs), []
-    for from_length in (None, 1):
-        rows = tuple(row._replace(from_length=from_length) for row in auto.CROSSOVERS)
-        monkeypatch.setattr(auto, "CROSSOVERS", rows)
-        plans.forget()
-        ha.fuse_diffusers(model, recipe="auto")
-        with monkeypatch.context() as patch:
-            used = mock.Mock(wraps=ha.attention)
-            patch.setattr(backend, "attention", used)
-            outs.append(output(model, inputs))
-        assert all(("rope" in call.kwargs) == (from_length == 1) for call in used.call_args_list)
-    plans.forget()
-    ha.fuse_diffusers(model)
-    assert torch.equal(output(model, inputs), outs[1])
-    assert relative_error(outs[0], native) < 0.5 * relative_error(outs[1], native)
-
-
-@pytest.mark.parametrize(
-    ("name", "in_a_forward"), [("wan", [0, 0, 1, 1]), ("flux", [0, 1, 2]), ("hunyuan_video", [0, 1, 2])]
-)
-def test_presets_by_step_and_layer(name: str, in_a_forward: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers of a block count alike; of two lists of blocks, one after the other."""
-    model, inputs = made(name)
-    layers, seen = in_a_forward[-1] + 1, []
-
-    def schedule(step: int, layer: int, q: torch.Tensor, k: torch.Tensor) -> Any:
-        seen.append((step, layer))
-        assert (q.size(0), q.size(1), q.size(3)) == (2, 2, 32)
-        return "bf16" if step < 1 or layer == layers - 1 else None
-
-    by_hand = ha.Schedule(schedule)
-    ha.fuse_diffusers(model, recipe="fast", schedule=by_hand)
-    calls = with_oracle(monkeypatch)
-    for step in (0, 0, 1):
-        with by_hand.step(step):
-            output(model, inputs)
-    assert seen == [(step, layer) for step in (0, 0, 1) for layer in in_a_forward]
-    recipes = [call.kwargs["recipe"] for call in calls.call_args_list]
-    if name == "hunyuan_video":
-        recipes = recipes[::2]  # a call for each sequence
-    expected = [ha.BF16 if step == 0 or layer == layers - 1 else ha.FAST for step, layer in seen]
-    assert recipes == expected
 
 
 @pytest.mark.parametrize("kept", [(11, 11), (4, 4)], ids=["whole", "padded"])
@@ -792,6 +454,7 @@ def test_masks_of_a_schedule(kept: tuple[int, int], monkeypatch: pytest.MonkeyPa
     assert 0 < errors[1] < 1.5 * errors[0]
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("name", ["qwen_image", "wan", "flux"])
 def test_torch_compile(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block as a whole, of which a norm may do more."""

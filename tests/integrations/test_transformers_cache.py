@@ -10,25 +10,11 @@ import torch
 import helion_attn as ha
 from helion_attn.testing import relative_error
 from helion_attn.types import Layout
+from helpers.small_models import SIZES, tokens_of
 
 transformers = pytest.importorskip("transformers")
 from helion_attn.integrations import transformers_cache as module  # noqa: E402
 from helpers.generation import CACHE  # noqa: E402
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaForCausalLM", {}),
@@ -52,10 +38,6 @@ def make_model(name: str) -> Any:
             if parameter_name.endswith("sinks"):
                 parameter.normal_(1.0, 1.0)
     return model
-
-
-def tokens_of(batch: int, length: int) -> torch.Tensor:
-    return torch.randint(2, 97, (batch, length), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(autouse=True)
@@ -328,18 +310,6 @@ def test_a_first_append_that_raises_leaves_nothing() -> None:
     assert layer.tokens == 9
 
 
-def test_memory() -> None:
-    """Against bf16, at whole pages: half, and a descale a key and KV head of K and of V."""
-    layer = module.PagedLayer(ha.FAST)
-    k = torch.zeros(1, 2, 256, 64, dtype=torch.bfloat16)
-    layer.append(k, k, k, [0])
-    assert layer.cache is not None
-    fields = [layer.cache.k8, layer.cache.v8, layer.cache.k_descale, layer.cache.v_descale]
-    used = sum(x.numel() * x.element_size() for x in fields)
-    assert used == 2 * 256 * 2 * (64 + 4)
-    assert used < 0.54 * 2 * k.numel() * 2
-
-
 def test_what_it_refuses() -> None:
     with pytest.raises(ValueError, match="recipe is 'bf16'; of a KV cache it must be 'fast' or 'balanced'"):
         ha.transformers_cache(recipe="bf16")
@@ -384,13 +354,3 @@ def test_a_first_chunk_of_padding_says_what_to_do(chunk: int) -> None:
         model(tokens[:, :4], attention_mask=mask[:, :4], past_key_values=cache)
         model(tokens[:, 4:], attention_mask=mask, past_key_values=cache)
     assert cache.layers[0].lengths().tolist() == [8, 5]
-
-
-@pytest.mark.parametrize("starts", [[0, 0], [0, 3]], ids=["unpadded", "padded"])
-def test_a_layer_under_a_default_device(starts: list[int]) -> None:
-    k = torch.randn(2, 1, 5, 32)
-    layer = module.PagedLayer(ha.BALANCED)
-    with torch.device("meta"):
-        layer.append(k, k, k, starts)
-        layer.batch_repeat_interleave(2)
-    assert layer.lengths().tolist() == [5 - start for start in starts for _ in range(2)]

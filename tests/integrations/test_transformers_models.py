@@ -155,27 +155,6 @@ def test_a_mask_is_a_tensor_as_eager_attention_has_it(seen: VisibleKeys | torch.
     assert what_is_seen(mask)[0, 0, 0, 3] == 0
 
 
-def test_a_mask_in_inference_mode() -> None:
-    with torch.inference_mode():
-        mask = MaskTensor(KEYS, torch.float32, "cpu")
-        mask.masked_fill_(~SEEN[:, :, :1], -1e4)
-    assert torch.equal(what_is_seen(mask) == 0, SEEN & SEEN[:, :, :1])
-    assert not what_is_seen(mask).is_inference()
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_part_of_a_model_that_is_compiled_knows_the_mask(backend: str) -> None:
-    def layer(x: torch.Tensor, mask: Any) -> torch.Tensor:
-        seen = what_is_seen(mask)
-        return x + seen.spans[1][0] + seen.N if isinstance(seen, VisibleKeys) else x * seen.sum()
-
-    torch._dynamo.reset()
-    compiled, x = torch.compile(layer, fullgraph=True, backend=backend), torch.ones(2)
-    for seen in (KEYS, VisibleKeys(((0, 5), (2, 4)), 3, 5, True, None), SEEN):
-        mask = MaskTensor(seen, torch.float32, "cpu")
-        assert torch.equal(compiled(x, mask), layer(x, mask))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("hidden", [(4, 0), (3, 7)], ids=["left", "all_of_one"])
 def test_rows_of_the_lowest_number_see_nothing(hidden: tuple[int, int], dtype: torch.dtype, device: str) -> None:

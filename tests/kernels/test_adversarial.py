@@ -11,7 +11,7 @@ import helion_attn as ha
 from devtools.inputs import make_qkv
 from helion_attn.reference import rounding_model
 from helion_attn.testing import TENSOR_CORE_ERROR, relative_error
-from helpers.cases import LADDER, PLAIN, PRESETS, SIXTEEN_BIT, Tensors, make_case
+from helpers.cases import LADDER, PLAIN, PRESETS, Tensors, make_case
 
 
 def e4m3_integers(*shape: int, device: str) -> torch.Tensor:
@@ -52,6 +52,7 @@ def test_one_hot_rows_copy_v(causal: bool, device: str) -> None:
     assert relative_error(out, v) <= exp2_noise(lse)
 
 
+@pytest.mark.thorough(but=17)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("factor", [-30.0, 1e-4, 30.0, 1e4, 1e7, 1e8, 1e12], ids=lambda factor: f"{factor:g}")
 @pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
@@ -59,26 +60,6 @@ def test_logit_range(recipe: ha.Recipe, factor: float, causal: bool, device: str
     """From all but equal scores to a softmax that is one-hot, of scores between which fp32 has steps of 1 to 1e5."""
     q, k, v = make_qkv("randn", 1, 2, 2, 70, 200, 32, torch.float32, device)
     case = make_case((q * factor, k, v), causal, recipe=recipe)
-    out, _ = case.run()
-    case.assert_within_budget(out)
-
-
-@pytest.mark.parametrize(("factor", "causal"), [(1e7, True), (1e12, False)], ids=["1e7-causal", "1e12-full"])
-@pytest.mark.parametrize(
-    ("D", "D_v", "name"), [*((192, 128, name) for name in PRESETS), (320, 320, "fast"), (320, 320, "balanced")]
-)
-def test_logit_range_of_large_heads(D: int, D_v: int, name: str, factor: float, causal: bool, device: str) -> None:
-    q, k, v = make_qkv("randn", 1, 2, 2, 70, 200, D, torch.float32, device, D_v=D_v)
-    case = make_case((q * factor, k, v), causal, recipe=PRESETS[name])
-    case.assert_within_budget(case.run()[0])
-
-
-@pytest.mark.parametrize("factor", [-30.0, 1e-4, 1e4], ids=lambda factor: f"{factor:g}")
-@pytest.mark.parametrize("recipe", SIXTEEN_BIT.values(), ids=SIXTEEN_BIT)
-def test_logit_range_of_16_bits(recipe: ha.Recipe, factor: float, device: str) -> None:
-    """As above, up to what fp16 holds; `test_scores_of_1e9` has the rest."""
-    q, k, v = make_qkv("randn", 1, 2, 2, 70, 200, 32, torch.float32, device)
-    case = make_case((q * factor, k, v), True, recipe=recipe)
     out, _ = case.run()
     case.assert_within_budget(out)
 
@@ -179,7 +160,7 @@ def make_hard(what: str, device: str) -> Tensors:
     return q, k, v
 
 
-@pytest.mark.thorough(but=14)
+@pytest.mark.thorough(but=9)
 @pytest.mark.parametrize(("what", "causal"), [(what, i % 2 == 1) for i, what in enumerate(HARD)], ids=str)
 @pytest.mark.parametrize("recipe", LADDER.values(), ids=LADDER)
 def test_hard_inputs(recipe: ha.Recipe, what: str, causal: bool, device: str) -> None:
@@ -219,23 +200,6 @@ def test_v_far_from_0(device: str) -> None:
     out, _ = case.run()
     case.assert_within_budget(out)
     assert relative_error(out - 100, case.oracle - 100) < 0.1
-
-
-@pytest.mark.parametrize(("M", "N"), [(64, 1), (130, 7), (300, 200)])
-def test_more_queries_than_keys(M: int, N: int, device: str) -> None:
-    case = make_case(make_qkv("randn", 1, 2, 2, M, N, 32, device=device), causal=True)
-    out, lse = case.run()
-    assert torch.all(out[:, :, : M - N] == 0)
-    assert torch.all(lse[:, :, : M - N] == float("-inf"))
-    assert torch.all(lse[:, :, M - N :] > float("-inf"))
-    case.assert_within_budget(out)
-
-
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("M", [1, 2, 4])
-def test_few_queries_many_keys(M: int, causal: bool, device: str) -> None:
-    case = make_case(make_qkv("randn", 1, 1, 1, M, 4096, 64, device=device), causal)
-    case.assert_within_budget(case.run(torch.float32)[0])
 
 
 def test_overflow_of_e4m3_is_nan(device: str) -> None:

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 import helion_attn as ha
 from devtools.inputs import make_qkv
 from helion_attn.masks import blocks
-from helpers.cases import LADDER, Tensors, make_case
+from helpers.cases import Tensors, make_case
 
 #: What a mask may be, by blocks of 128: scores at random, blocks at random, both.
 Mask = torch.Tensor
@@ -77,20 +77,12 @@ def assert_like_oracle(qkv: Tensors, mask: ha.BlockMask, **options: Any) -> None
         assert torch.all(lse[sees_nothing] == float("-inf"))
 
 
+@pytest.mark.thorough(but=9)
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("D", [64, 128])
 def test_masks(name: str, D: int, device: str) -> None:
     mask = ha.BlockMask.from_dense(MASKS[name](1, 2, 200, 300).to(device))
     assert_like_oracle(inputs(1, 2, 1, 200, 300, D, device), mask)
-
-
-#: Key blocks of 16 bits at D 256 are of 64 keys; `test_errors` has them.
-@pytest.mark.parametrize(
-    ("recipe", "D"), [(name, D) for name in LADDER for D in (64, 256) if D == 64 or LADDER[name].bits[0] == 8]
-)
-def test_recipes(recipe: str, D: int, device: str) -> None:
-    mask = ha.BlockMask.from_dense(mixed(1, 1, 150, 400).to(device))
-    assert_like_oracle(inputs(1, 2, 1, 150, 400, D, device), mask, recipe=LADDER[recipe])
 
 
 #: B, H, H_kv, M, N, and B and H of the mask.
@@ -105,6 +97,7 @@ SIZES = {
 }
 
 
+@pytest.mark.thorough(but=7)
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("D", [64, 256])
 def test_sizes(name: str, D: int, device: str) -> None:
@@ -112,32 +105,6 @@ def test_sizes(name: str, D: int, device: str) -> None:
     B, H, H_kv, M, N, of_batch, of_heads = SIZES[name]
     mask = ha.BlockMask.from_dense(mixed(of_batch, of_heads, M, N).to(device))
     assert_like_oracle(inputs(B, H, H_kv, M, N, D, device), mask)
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "causal": {"causal": True},
-    "window": {"window": (60, 100)},
-    "left": {"window": (50, -1), "causal": True},
-    "softcap": {"softcap": 20.0},
-    "sm_scale": {"sm_scale": 0.3},
-    "sinks": {"sinks": torch.tensor([1.0, -2.0])},
-    "everything": {"causal": True, "window": (150, -1), "softcap": 20.0, "sinks": torch.tensor([1.0, -2.0])},
-}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options(name: str, device: str) -> None:
-    options = {key: x.to(device) if isinstance(x, torch.Tensor) else x for key, x in OPTIONS[name].items()}
-    mask = ha.BlockMask.from_dense(mixed(1, 2, 200, 300).to(device))
-    assert_like_oracle(inputs(1, 2, 2, 200, 300, 64, device), mask, **options)
-
-
-def test_rope_and_another_head_dim_of_v(device: str) -> None:
-    mask = ha.BlockMask.from_dense(mixed(1, 2, 200, 300).to(device))
-    angles = torch.outer(torch.arange(300.0), 0.01 ** (torch.arange(32) / 32)).to(device)
-    rope = ha.Rope(angles.cos(), angles.sin())
-    assert_like_oracle(inputs(1, 2, 2, 200, 300, 64, device), mask, rope=rope)
-    assert_like_oracle(inputs(1, 2, 2, 200, 300, 48, device, D_v=100), mask, recipe=ha.ACCURATE)
 
 
 @pytest.mark.parametrize("D", [64, 128])
@@ -289,16 +256,6 @@ def test_others_say_where_masks_are_taken() -> None:
     attend: Any = ha.attention_varlen
     with pytest.raises(TypeError, match=r"no argument block_mask: helion_attn.attention and .*masks.documents"):
         attend(q, q, q, cu, cu, block_mask=ones())
-
-
-@pytest.mark.once
-def test_torch_compile(device: str) -> None:
-    """With a mask made outside, and another one of the same sizes."""
-    q, k, v = inputs(1, 2, 1, 200, 300, 64, device)
-    compiled = torch.compile(lambda *qkv, mask: ha.attention(*qkv, block_mask=mask), fullgraph=True)
-    for seed in range(2):
-        mask = ha.BlockMask.from_dense(random_bits(1, 2, 200, 300, 0.2, seed).to(device))
-        assert torch.equal(compiled(q, k, v, mask=mask), ha.attention(q, k, v, block_mask=mask))
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ from devtools.inputs import make_qkv
 from helion_attn.kernels.merge_splits import MANY_SPLITS
 from helion_attn.numerics import E4M3_MAX, MAX_HALF_PAGE_SCORE_LOG2, MOST_AMAX_IN_BASE
 from helion_attn.testing import TANH_ERROR, error_budget, relative_error
-from helion_attn.types import CACHE_RECIPE, Layout
+from helion_attn.types import CACHE_RECIPE
 from helpers.cases import row_errors
 from helpers.packing import stored_at
 from helpers.paged import NO_PAGE, append_all, make_cache
@@ -145,52 +145,6 @@ def test_more_splits_than_are_merged_at_once(device: str) -> None:
     case.check(out, lse)
 
 
-@pytest.mark.parametrize(
-    ("group", "M", "causal"),
-    [(1, 1, False), (8, 1, True), (3, 2, False), (5, 4, True), (2, 16, False), (8, 16, True), (3, 47, True)],
-)
-def test_groups_and_queries(group: int, M: int, causal: bool, device: str) -> None:
-    """From one row in a tile of 16 to 141 rows in three tiles of 64; the last queries straddle two pages."""
-    case = make_decoding("randn", [133, 200, 9], 2 * group, 2, M, 64, device, causal=causal)
-    case.check(*case.run(num_splits=2))
-
-
-SINKS = [-2.0, 0.0, 3.0, float("-inf")]
-
-MASKS: dict[str, tuple[bool, dict[str, Any]]] = {
-    "window": (True, {"window": (130, 0)}),
-    "both_sides": (False, {"window": (40, 3)}),
-    "right": (False, {"window": (-1, 2)}),
-    "own_key": (True, {"window": (0, 0)}),
-    "softcap": (True, {"softcap": 2.0}),
-    "sinks": (True, {"sinks": SINKS}),
-    "all": (True, {"window": (140, -1), "softcap": 5.0, "sinks": SINKS}),
-    "all_but_causal": (False, {"window": (20, -1), "softcap": 5.0, "sinks": SINKS}),
-}
-
-
-@pytest.mark.thorough(but=7)
-@pytest.mark.parametrize(
-    ("name", "M", "splits"),
-    [
-        *((name, *((1, 5), (5, 1), (5, 2))[i % 3]) for i, name in enumerate(MASKS)),
-        *(("all", 1, 5), ("all", 5, 2)),
-        *(("right", PREFILLED, 1), ("all", PREFILLED, 2), ("all_but_causal", PREFILLED, 1)),
-    ],
-)
-@BOTH
-def test_masks(name: str, M: int, splits: int, recipe: ha.Recipe, device: str, poisoned: Poisoned) -> None:
-    causal, masks = MASKS[name]
-    if "sinks" in masks:
-        masks = masks | {"sinks": torch.tensor(masks["sinks"], device=device)}
-    lengths = [420, 0, 1, 128, 257]
-    made = make_decoding(KIND[recipe], lengths, 4, 2, M, 64, device, causal=causal, scale=2.0, recipe=recipe)
-    case = dataclasses.replace(made, masks=masks)
-    with poisoned():
-        out, lse = case.run(num_splits=splits)
-    case.check(out, lse)
-
-
 @pytest.mark.thorough(but=2)
 @pytest.mark.parametrize(("splits", "M"), [(1, 2), (3, 2), (2, PREFILLED)])
 @BOTH
@@ -205,30 +159,6 @@ def test_pages_outside_the_window_are_not_read(splits: int, M: int, recipe: ha.R
         assert torch.equal(actual, wanted)
 
 
-@pytest.mark.thorough(but=9)
-@pytest.mark.parametrize(
-    ("D", "D_v", "M"),
-    [
-        *((D, D, 2) for D in (16, 32, 80, 128, 200, 256)),
-        *((192, 128, 2), (64, 256, 2), (16, 16, PREFILLED), (128, 128, PREFILLED), (64, 256, PREFILLED)),
-        *((512, 512, 2), (257, 64, 2), (32, 300, 2), (512, 512, PREFILLED), (257, 64, PREFILLED), (32, 300, PREFILLED)),
-    ],
-)
-@BOTH
-def test_head_dims(D: int, D_v: int, M: int, recipe: ha.Recipe, device: str) -> None:
-    lengths = [150, 40] if max(D, D_v) <= 256 else [75, 20]  # of three pages, or of two of half as many keys
-    case = make_decoding("biased_v", lengths, 4, 2, M, D, device, D_v=D_v, recipe=recipe)
-    case.check(*case.run(num_splits=2))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_dtypes(dtype: torch.dtype, device: str) -> None:
-    case = make_decoding("randn", [150, 40], 4, 2, 2, 64, device, dtype=dtype)
-    out, lse = case.run(out_dtype=None)
-    assert out.dtype == dtype
-    case.check(out, lse)
-
-
 @pytest.mark.parametrize(("scale", "D"), [(0.03, 64), (5.0, 64), (30.0, 64), (30.0, 512)])
 @BOTH
 def test_scores_of_any_size(scale: float, D: int, recipe: ha.Recipe, device: str) -> None:
@@ -237,6 +167,7 @@ def test_scores_of_any_size(scale: float, D: int, recipe: ha.Recipe, device: str
     case.check(*case.run(num_splits=2))
 
 
+@pytest.mark.thorough(but=9)
 @pytest.mark.parametrize(
     ("kind", "M", "D", "N"),
     [
@@ -337,25 +268,6 @@ def test_scores_that_fall_from_page_to_page(splits: int, M: int, device: str) ->
     assert splits > 1 or row_errors(out, model).median() < (2.0**-10 if out.is_cuda else 1e-6)
 
 
-@pytest.mark.parametrize("M", [3, PREFILLED])
-def test_strides_and_layout(M: int, device: str) -> None:
-    case = make_decoding("randn", [150, 40], 4, 2, M, 64, device)
-    out, lse = case.run(num_splits=2)
-    q = case.q.transpose(1, 2).contiguous()
-    for splits in (1, 2):
-        expected, _ = case.run(num_splits=splits)
-        bshd = ha.attention_kvcache(
-            q, case.cache, case.table, case.seqlens, layout="bshd", num_splits=splits, out_dtype=torch.float32
-        )
-        assert bshd.is_contiguous()
-        assert torch.equal(bshd.transpose(1, 2), expected)
-    wide = torch.randn(2, 4, M, 130, dtype=torch.bfloat16, device=device)
-    wide[..., 1:129:2] = case.q
-    strided = dataclasses.replace(case, q=wide[..., 1:129:2])
-    for x, expected in zip(strided.run(num_splits=2), (out, lse), strict=True):
-        assert torch.equal(x, expected)
-
-
 def tensors_of(cache: ha.PagedKVCache) -> dict[str, torch.Tensor]:
     """What appends write."""
     return {name: getattr(cache, name) for name in ("k8", "v8", "k_descale", "v_descale")}
@@ -451,39 +363,6 @@ def test_appending_changes_nothing_else(recipe: ha.Recipe, device: str) -> None:
         assert torch.equal(*(y.contiguous().view(torch.uint8) for y in unchanged)), name
 
 
-def test_layout_and_strides_of_new_keys(device: str) -> None:
-    _, k, v = make_qkv("randn", 2, 2, 2, 1, 40, 64, device=device)
-    caches = []
-    ways: dict[Layout, Callable[[torch.Tensor], torch.Tensor]]
-    ways = {"bhsd": torch.clone, "bshd": lambda x: x.transpose(1, 2).contiguous()}
-    for layout, make in ways.items():
-        cache, table, _ = make_cache([40, 40], 2, 64, device=device)
-        start = torch.zeros(2, dtype=torch.int32, device=device)
-        ha.append_kvcache(cache, make(k), make(v), table, start, layout=layout)
-        caches.append(cache)
-    for name in tensors_of(caches[0]):
-        a, b = (getattr(cache, name).view(torch.uint8) for cache in caches)
-        assert torch.equal(a, b), name
-
-
-@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
-def test_rope(interleaved: bool, device: str) -> None:
-    """Keys are rotated by their position in the sequence, whenever they come."""
-    q, k, v = make_qkv("randn", 1, 2, 2, 1, 150, 64, device=device)
-    angles = torch.arange(150, device=device).unsqueeze(1) * 100.0 ** -torch.linspace(0, 1, 16, device=device)
-    rope = ha.Rope(angles.cos(), angles.sin(), interleaved)
-    rotated = ha.reference.apply_rope(k, rope.cos, rope.sin, interleaved=interleaved)
-    cache, table, seqlens = make_cache([150], 2, 64, device=device)
-    for first, last in ((0, 100), (100, 150)):
-        start = torch.tensor([first], dtype=torch.int32, device=device)
-        ha.append_kvcache(cache, k[:, :, first:last], v[:, :, first:last], table, start, rope=rope)
-    out = ha.attention_kvcache(q, cache, table, seqlens, out_dtype=torch.float32)
-    model, _ = ha.reference.fp8_attention_kvcache(q, rotated.float(), v)
-    # A tensor core's fp16 sums take some of P over a rounding boundary.
-    assert relative_error(out, model) < (2.0**-6 if out.is_cuda else 2.0**-7)
-    assert relative_error(out, ha.reference.attention(q, k, v, causal=True)) > 0.1
-
-
 def test_pages_behind_a_tile_are_not_read(device: str) -> None:
     """Queries 0..31 are a tile of 64 rows, and see keys 0..171."""
     case = make_decoding("randn", [260], 4, 2, 120, 64, device)
@@ -493,27 +372,6 @@ def test_pages_behind_a_tile_are_not_read(device: str) -> None:
     out, _ = dataclasses.replace(case, table=table).run(num_splits=1)
     assert torch.equal(out[:, :, :32], expected[:, :, :32])
     assert out[:, :, -1].isnan().all()
-
-
-def test_pages_may_lie_anywhere(device: str) -> None:
-    case = make_decoding("randn", [300, 129], 4, 2, 1, 64, device)
-    out, lse = case.run()
-    cache, table, seqlens = make_cache(case.lengths, 2, 64, device=device, seed=1)
-    assert not torch.equal(table, case.table)
-    append_all(cache, case.k, case.v, table, case.lengths)
-    moved = dataclasses.replace(case, cache=cache, table=table, seqlens=seqlens)
-    for x, expected in zip(moved.run(), (out, lse), strict=True):
-        assert torch.equal(x, expected)
-
-
-@BOTH
-def test_more_queries_than_keys(recipe: ha.Recipe, device: str) -> None:
-    case = make_decoding("randn", [3, 0], 4, 2, 8, 64, device, recipe=recipe)
-    for splits in (1, 2):
-        out, lse = case.run(num_splits=splits)
-        case.check(out, lse)
-        assert torch.all(out[0, :, :5] == 0)
-        assert torch.all(lse[0, :, :5] == float("-inf"))
 
 
 def test_a_large_value_of_little_weight_costs_the_others_nothing(device: str) -> None:
@@ -636,14 +494,6 @@ def test_keys_past_the_table_are_not_stored(recipe: ha.Recipe, device: str) -> N
         ha.append_kvcache(case.cache, case.k[:, :, :2], case.v[:, :, :2], case.table, at)
     for name, x in tensors_of(case.cache).items():
         assert torch.equal(x.view(torch.uint8), before[name].view(torch.uint8)), name
-
-
-@pytest.mark.thorough(but=1)
-@pytest.mark.parametrize("M", [2, PREFILLED])
-def test_two_runs_are_equal(M: int, device: str) -> None:
-    case = make_decoding("randn", RAGGED, 4, 2, M, 64, device)
-    for x, y in zip(case.run(num_splits=3), case.run(num_splits=3), strict=True):
-        assert torch.equal(x, y)
 
 
 def test_the_number_of_splits() -> None:

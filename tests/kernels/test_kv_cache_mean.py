@@ -154,20 +154,6 @@ def test_sequences_share_a_prefix(recipe: ha.Recipe, device: str) -> None:
         torch.testing.assert_close(x, torch.cat((a, b)), rtol=2.0**-20, atol=2.0**-20)  # a CPU's additions differ
 
 
-@BOTH
-def test_pages_of_heads_have_the_means_of_their_heads(recipe: ha.Recipe, device: str) -> None:
-    q, k, v, mean = biased(device, M=1, H_kv=2)
-    cache, table, seqlens = filled(k, v, recipe, mean)
-    few, lengths = table.unsqueeze(1).expand(-1, 2, -1).contiguous(), seqlens.unsqueeze(1).expand(-1, 2).contiguous()
-    options: dict[str, Any] = {"return_lse": True, "softcap": 50.0, "num_splits": 1}
-    for x, y in zip(
-        ha.attention_kvcache(q, cache, few, lengths, **options),
-        ha.attention_kvcache(q, cache, table, seqlens, **options),
-        strict=True,
-    ):
-        torch.testing.assert_close(x, y, rtol=2.0**-20, atol=2.0**-20)
-
-
 @pytest.mark.parametrize("M", [DECODED, PREFILLED])
 @BOTH
 def test_a_row_without_keys_has_no_product(recipe: ha.Recipe, M: int, device: str) -> None:
@@ -291,9 +277,3 @@ def test_how_far_a_steady_mean_moves(moves: float, stays: bool) -> None:
     assert bool(steady_mean(k, positions=4096).all()) == stays
     far = torch.tensor([-moves / 2, moves / 2]).repeat_interleave(500).view(1, 1, -1, 1) + torch.ones(16)
     assert bool(steady_mean(far, positions=100).all()) == stays
-
-
-@pytest.mark.parametrize("keys", [1, 2, 3])
-def test_a_steady_mean_of_few_keys(keys: int) -> None:
-    assert torch.equal(steady_mean(torch.ones(2, 3, keys, 16)), torch.ones(3, 16)), "equal keys"
-    assert not steady_mean(torch.full((1, 1, keys, 17), float("nan"), dtype=torch.bfloat16)).any()

@@ -12,12 +12,11 @@ import torch
 import helion_attn as ha
 from devtools.inputs import make_qkv
 from helion_attn import plans
-from helion_attn.configs import attention_tile_config, packing, scheduling
+from helion_attn.configs import packing, scheduling
 from helion_attn.kernels import attention
 from helion_attn.kernels.lib import rows
 from helion_attn.kernels.lib.rows import rows_of_group
 from helion_attn.numerics import LOG2E, MAX_FUSED_SCALE_LOG2
-from helion_attn.types import Layout
 from helpers.cases import LADDER, RECIPES, Case, make_case
 
 Poisoned = Callable[[], AbstractContextManager[None]]
@@ -117,20 +116,6 @@ def test_heads_of_different_scales(recipe: ha.Recipe, device: str, asked: list[b
     case.assert_lse_within_budget(lse)
 
 
-@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def test_layouts_and_out_dtypes(
-    layout: Layout, out_dtype: torch.dtype, device: str, asked: list[bool], poisoned: Poisoned
-) -> None:
-    case = make_case(make_qkv("randn", 2, 6, 2, 9, 150, 48, device=device, D_v=40), causal=True)
-    qkv = case.qkv if layout == "bhsd" else tuple(x.transpose(1, 2).contiguous() for x in case.qkv)
-    with poisoned():
-        out, lse = ha.attention(*qkv, layout=layout, causal=True, out_dtype=out_dtype, return_lse=True)
-    assert set(asked) == {True}
-    case.assert_within_budget(out if layout == "bhsd" else out.transpose(1, 2))
-    case.assert_lse_within_budget(lse)
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
 @pytest.mark.parametrize("recipe", [ha.BALANCED, ha.FAST, ha.BF16], ids=["balanced", "fast", "bf16"])
 def test_nonfinite_stays_in_its_head(
@@ -172,14 +157,6 @@ def test_who_shares(
     qkv = ha.quantize(*make_qkv("randn", 1, H, H_kv, M, 40, 64))
     ha.attention_quantized(qkv)
     assert set(asked) == {shares}
-
-
-@pytest.mark.parametrize(("kv_heads", "shares"), [(2**17, True), (2**18, False)])
-def test_rows_beyond_32_bits_are_not_shared(kv_heads: int, shares: bool) -> None:
-    tile = attention_tile_config(64, 64, causal=True)
-    assert 2 * 2**18 * tile.bm * tile.D_pad == 2**31
-    pack_gqa, _splits = scheduling.schedule(tile, (2 * kv_heads, kv_heads), (1, 8), 1, -1, 0, 132)
-    assert pack_gqa == shares
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel is compiled as it is")

@@ -16,10 +16,8 @@ import helion_attn as ha
 from devtools.inputs import make_qkv
 from helion_attn.testing import relative_error
 from helpers.cases import IN_E4M3, PRESETS, RECIPES, Tensors, make_case
-from helpers.fuzzing import assert_lse_within_budget
 
 CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-PRESET = pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
 
 
 def biased(kind: str, B: int, H: int, H_kv: int, M: int, N: int, D: int, device: str) -> Tensors:
@@ -28,7 +26,7 @@ def biased(kind: str, B: int, H: int, H_kv: int, M: int, N: int, D: int, device:
     return q, k + 2 * torch.linspace(-1, 1, D, dtype=k.dtype, device=device), v + 1
 
 
-@pytest.mark.thorough(but=17)
+@pytest.mark.thorough(but=13)
 @CAUSAL
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_recipe(recipe: ha.Recipe, causal: bool, device: str) -> None:
@@ -36,18 +34,6 @@ def test_recipe(recipe: ha.Recipe, causal: bool, device: str) -> None:
     out, lse = case.run(torch.float32)
     case.assert_within_budget(out)
     case.assert_lse_within_budget(lse)
-
-
-@PRESET
-@pytest.mark.parametrize(("M", "N"), [(1, 1), (1, 300), (65, 129), (128, 128), (200, 130)])
-def test_lengths(M: int, N: int, recipe: ha.Recipe, device: str) -> None:
-    case = make_case(biased("randn", 2, 2, 2, M, N, 32, device), causal=True, recipe=recipe)
-    out, lse = case.run(torch.float32)
-    case.assert_within_budget(out)
-    if M == 1:
-        assert_lse_within_budget(case, lse)  # as exact as its score
-    else:
-        case.assert_lse_within_budget(lse)
 
 
 def test_rotation_reflection_and_int8_are_worth_it(device: str) -> None:
@@ -67,17 +53,6 @@ def test_rotation_reflection_and_int8_are_worth_it(device: str) -> None:
     assert fast < 0.9 * e4m3
     assert balanced < 0.9 * int8
     assert accurate < 0.85 * int8
-
-
-def test_the_seed_is_used(device: str) -> None:
-    qkv = make_qkv("randn", 1, 1, 1, 20, 30, 32, device=device)
-    recipe = replace(IN_E4M3, hadamard=True)
-    first, again, other = (
-        ha.quantize(*qkv, recipe=dataclasses.replace(recipe, hadamard_seed=seed)).q8.float()
-        for seed in (0, 0, 2**63 - 1)
-    )
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
 
 
 def test_lse_of_smoothed_k_is_of_the_original_scores(device: str) -> None:
@@ -241,15 +216,6 @@ def test_presets_are_changed_in_one_field(what: str) -> None:
     assert replace(preset, **field) == expected
 
 
-def test_changed_preset_attends_as_its_equal(device: str) -> None:
-    q, k, v = make_qkv("randn", 1, 2, 2, 40, 140, 64, device=device)
-    changed = replace(ha.BALANCED, pv_dtype=torch.bfloat16)
-    assert torch.equal(ha.attention(q, k, v, recipe=changed), ha.attention(q, k, v, recipe="hybrid"))
-    packed = replace(ha.quantize(q, k, v, recipe=changed), recipe=ha.HYBRID)
-    of_hybrid = ha.quantize(q, k, v, recipe="hybrid")
-    assert torch.equal(ha.attention_quantized(packed), ha.attention_quantized(of_hybrid))
-
-
 @pytest.mark.parametrize(
     "field",
     [{"pv_dtype": torch.bfloat16}, {"qk_dtype": torch.bfloat16, "pv_dtype": torch.bfloat16}, {"hadamard": True}],
@@ -264,17 +230,6 @@ def test_the_recipe_of_packed_tensors_says_which_to_change(field: dict[str, Any]
     assert replace(recipe, **field) != recipe
 
 
-def test_torch_compile_resolves_recipes(device: str) -> None:
-    q = make_qkv("randn", 1, 2, 2, 40, 40, 64, device=device)[0]
-    loaded = pickle.loads(pickle.dumps(ha.HYBRID))
-    made = (lambda: replace(ha.BALANCED, pv_dtype=torch.bfloat16), lambda: loaded)
-    for recipe in made:
-        compiled = torch.compile(
-            lambda q, of=recipe: ha.attention(q, q, q, recipe=of()), backend="eager", fullgraph=True
-        )
-        assert torch.equal(compiled(q), ha.attention(q, q, q, recipe=ha.HYBRID))
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_can_be_stored(name: str) -> None:
     """As what was asked, so that `replace` changes one field of them too."""
@@ -286,12 +241,3 @@ def test_recipes_can_be_stored(name: str) -> None:
         assert stored == recipe
         assert dataclasses.asdict(stored) == dataclasses.asdict(recipe)
         assert stored.resolved == recipe.resolved
-
-
-def test_sixteen_bits_imply_no_scales() -> None:
-    fields = {x.name: x.default for x in dataclasses.fields(ha.Recipe)}
-    assert fields["v_scales"] is None
-    assert fields["center_v"] is None
-    hybrid, plain = ha.HYBRID.resolved, ha.BF16.resolved
-    assert (hybrid.v_scales, hybrid.center_v, hybrid.reflect, hybrid.smooth_k) == ("none", False, True, True)
-    assert (plain.q_scales, plain.k_scales, plain.reflect, plain.smooth_k) == ("none", "none", False, False)

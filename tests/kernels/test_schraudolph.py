@@ -135,6 +135,7 @@ def block_of_scores(masked: bool) -> torch.Tensor:
     return s
 
 
+@pytest.mark.thorough(but=9)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("of_rows", [False, True])
 @pytest.mark.parametrize("wide", [False, True])
@@ -245,6 +246,7 @@ def assert_right(case: Case) -> None:
     assert relative_error(out, case.oracle) < 2.0**-4
 
 
+@pytest.mark.thorough(but=9)
 @pytest.mark.parametrize(
     ("name", "mask"),
     [*((name, "window") for name in LEVELS), *zip(LEVELS, [*MASKS, "left", "full", "full"], strict=True)],
@@ -263,6 +265,7 @@ def test_rows_without_a_key(device: str) -> None:
     assert_right(case)
 
 
+@pytest.mark.thorough(but=7)
 @pytest.mark.parametrize("scale", [1.01, 1e3, 1e7])
 @pytest.mark.parametrize(
     ("name", "mask"),

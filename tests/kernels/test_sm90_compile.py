@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,8 +22,7 @@ from helion_attn.configs import (
 from helion_attn.configs.scheduling import query_blocks_per_sm
 from helion_attn.kernels.lib import paged, schraudolph, steps
 from helion_attn.numerics import takes_bits
-from helion_attn.types import Layout
-from helpers.cases import GIVEN, IN_E4M3, LADDER, PRESETS, SHIPPED, shipped_id
+from helpers.cases import IN_E4M3, LADDER, PRESETS, SHIPPED, shipped_id
 from helpers.offline import (
     LONGER_LOOP,
     MEASURED,
@@ -95,7 +92,7 @@ def shipped(eight_bits: bool) -> list[Any]:
     ]
 
 
-@pytest.mark.thorough(but=3)
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize(("tile", "recipe"), shipped(eight_bits=True))
 def test_shipped_config(tile: TileConfig, recipe: ha.Recipe) -> None:
     kernel = shared(compile_attention, tile.D_pad, tile.causal, recipe=recipe, B=batch_for(tile))
@@ -138,21 +135,6 @@ def test_keys_of_more_than_2_to_the_31_elements() -> None:
         assert kernel.opcodes["UTMALDG"] > 0
 
 
-CHOICES = {
-    "e5m2": replace(IN_E4M3, pv_dtype=torch.float8_e5m2),
-    "sum_in_tensor_core": replace(IN_E4M3, promote_every=0),
-    "q_block": replace(IN_E4M3, q_scales="block"),
-    "given": GIVEN,
-    "smooth_k": replace(IN_E4M3, smooth_k=True),
-}
-
-
-@pytest.mark.thorough(but=1)
-@pytest.mark.parametrize("choice", CHOICES)
-def test_single_choices(choice: str) -> None:
-    assert_8_bit_attention(shared(compile_attention, 64, True, recipe=CHOICES[choice]), tile_config(64, True))
-
-
 MASKS: dict[str, dict[str, Any]] = {
     "window_causal": {"window": (100, -1), "causal": True, "recipe": ha.ACCURATE},
     "softcap": {"softcap": 50.0, "recipe": ha.FAST},
@@ -175,31 +157,6 @@ def test_masks_and_sinks(name: str, D: int) -> None:
     assert products_in_flight(kernel), "ptxas waits for each product"
     assert kernel.registers <= tile.max_registers
     assert kernel.ctas_per_sm >= tile.ctas_per_sm
-
-
-@pytest.mark.thorough(but=1)
-@pytest.mark.parametrize(("recipe", "D"), [(ha.HYBRID, 64), (ha.BF16, 256)], ids=["hybrid-64", "bf16-256"])
-def test_everything_in_16_bits(recipe: ha.Recipe, D: int) -> None:
-    smoothed = dataclasses.replace(recipe, smooth_k=True)
-    kernel = shared(compile_attention, D, True, recipe=smoothed, window=(100, -1), softcap=50.0, sinks=True)
-    assert_sound(kernel)
-    assert kernel.opcodes["HGMMA"] > 0
-    assert kernel.ctas_per_sm >= tile_config(D, True, recipe.bits).ctas_per_sm
-
-
-@pytest.mark.thorough(but=1)
-@pytest.mark.parametrize(
-    ("out_dtype", "layout"),
-    [(torch.bfloat16, "bshd"), (torch.float8_e4m3fn, "bhsd")],
-    ids=str,
-)
-def test_out_dtype(out_dtype: torch.dtype, layout: Layout) -> None:
-    kernel = shared(compile_attention, 64, False, out_dtype, layout)
-    assert_8_bit_attention(kernel, tile_config(64, False))
-
-
-def test_padded_head_dim() -> None:
-    assert_sound(shared(compile_attention, 200, True))
 
 
 def keep_order(p8: torch.Tensor, bm: int, bn: int) -> torch.Tensor:
@@ -296,27 +253,6 @@ def test_decoding_from_int8_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.thorough
-def test_decoding_from_int8_keys_with_an_lse() -> None:
-    """Which takes their mean."""
-    options: dict[str, Any] = {"recipe": ha.BALANCED, "return_lse": True, "k_mean": True}
-    shift, decode, merge = shared(compile_decode, 128, 128, 64, 1, num_splits=2, **options)
-    assert_decoding(decode, DECODED["d128"][4], int8_keys=True)
-    assert_sound(shift)
-    assert_sound(merge)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("M", "ctas_per_sm"), [(1, DECODED["d128"][4]), (16, PREFILLED_INT8["d128"][3])])
-def test_factors_of_channels(M: int, ctas_per_sm: int) -> None:
-    """As many programs an SM, and no more in memory."""
-    options: dict[str, Any] = {"num_splits": 1, "recipe": ha.BALANCED}
-    (plain,) = shared(compile_decode, 128, 128, 64, M, **options)
-    (kernel,) = shared(compile_decode, 128, 128, 64, M, channel_factors=True, **options)
-    assert_decoding(kernel, ctas_per_sm, plain.opcodes["LDL"] + plain.opcodes["STL"], int8_keys=True)
-    assert len(loop_of(kernel)) <= 1.02 * len(loop_of(plain))
-
-
-@pytest.mark.thorough
 def test_a_large_q_beside_a_mean() -> None:
     """Of more than 2**31 elements, where indices have 64 bits."""
 
@@ -339,7 +275,7 @@ def test_prompts_of_unaligned_rows(D: int, recipe: ha.Recipe) -> None:
         assert kernel.ctas_per_sm >= 1, f"{kernel.name} needs {kernel.shared_bytes} bytes"
 
 
-@pytest.mark.thorough(but=2)
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(
     ("name", "recipe"), [*((name, ha.FAST) for name in PREFILLED), *((name, ha.BALANCED) for name in PREFILLED_INT8)]
 )
@@ -363,35 +299,6 @@ def test_prefill(name: str, recipe: ha.Recipe) -> None:
     assert {"shared_q", "early_copies", "row_sums" if bits else "pingpong"} <= applied
 
 
-@pytest.mark.thorough
-def test_decoding_with_masks() -> None:
-    D, D_v, H, M, ctas_per_sm = DECODED["d128_32_rows"]
-    decode, _ = shared(compile_decode, D, D_v, H, M, num_splits=2, masked=True)
-    assert_decoding(decode, ctas_per_sm)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("M", [1, 16])
-def test_a_cache_without_masks(M: int) -> None:
-    """Keys that all rows see, which tiles of a row's own are not made for."""
-    (kernel,) = shared(compile_decode, 64, 64, 64, M, num_splits=1, causal=False)
-    assert_decoding(kernel, 3, 44, half_scores=True)
-
-
-@pytest.mark.thorough
-def test_decoding_without_splits() -> None:
-    (decode,) = shared(compile_decode, 128, 128, 64, 1, num_splits=1)
-    assert_decoding(decode, 2, half_scores=True)
-
-
-@pytest.mark.thorough
-def test_decoding_from_a_large_pool() -> None:
-    """More than 2**31 bytes, where Helion's index type is another."""
-    decode, _ = shared(compile_decode, 128, 128, 64, 1, num_splits=2, num_pages=2**16)
-    # Addresses of 64 bits.
-    assert_decoding(decode, 2, half_scores=True)
-
-
 #: (D, causal, recipe, options) of sequences of variable length.
 VARLEN: dict[str, tuple[int, bool, ha.Recipe, dict[str, Any]]] = {
     **{f"d{D}-True": (D, True, ha.BALANCED, {}) for D in SUPPORTED_D[1:]},
@@ -401,7 +308,7 @@ VARLEN: dict[str, tuple[int, bool, ha.Recipe, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.thorough(but=2)
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("name", VARLEN)
 def test_variable_lengths(name: str) -> None:
     D, causal, recipe, options = VARLEN[name]
@@ -414,15 +321,6 @@ def test_variable_lengths(name: str) -> None:
     assert kernel.registers <= tile.max_registers
     assert kernel.ctas_per_sm >= tile.ctas_per_sm
     assert_p_stays_in_place(kernel, tile, recipe, softcap="softcap" in options)
-
-
-@pytest.mark.thorough
-def test_variable_lengths_in_16_bits() -> None:
-    kernel = shared(compile_varlen, 128, True, ha.HYBRID)
-    assert_sound(kernel)
-    assert kernel.opcodes["HGMMA"] > 0
-    assert kernel.opcodes["UTMALDG"] > 0
-    assert kernel.ctas_per_sm >= tile_config(128, True, ha.HYBRID.bits).ctas_per_sm
 
 
 @pytest.mark.thorough(but=1)
@@ -459,7 +357,7 @@ def small_tile(D: int, causal: bool, recipe: ha.Recipe) -> TileConfig:
     return tile_config(D, causal, recipe.bits, load=0.1)
 
 
-@pytest.mark.thorough(but=2)
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("name", SPLIT)
 def test_split_keys(name: str) -> None:
     D, causal, recipe, options = SPLIT[name]
@@ -472,15 +370,6 @@ def test_split_keys(name: str) -> None:
     assert kernel.ctas_per_sm >= tile.ctas_per_sm
     assert_sound(merge)
     assert 16 in widths(merge, "LDG")
-
-
-@pytest.mark.thorough
-def test_split_keys_of_16_bits() -> None:
-    kernel, merge = shared(compile_shape, 1, 100, 16384, 256, True, recipe=ha.HYBRID, sinks=True)
-    assert_sound(kernel)
-    assert_sound(merge)
-    assert kernel.opcodes["HGMMA"] > 0
-    assert kernel.ctas_per_sm >= small_tile(256, True, ha.HYBRID).ctas_per_sm
 
 
 @pytest.mark.thorough(but=1)
@@ -513,11 +402,6 @@ def test_split_keys_of_more_than_32_bits() -> None:
     assert_8_bit_attention(kernel, tile, ha.BALANCED, spilled=SPILLED_BY_WIDE_INDICES["split"], spilled_in_loop=2)
     assert kernel.ctas_per_sm >= tile.ctas_per_sm
     assert_sound(merge)
-
-
-def test_few_keys_are_not_split() -> None:
-    (kernel,) = shared(compile_shape, 1, 100, 3000, 128, True, recipe=ha.BALANCED)
-    assert "fp8_attn_fwd" in kernel.name
 
 
 @pytest.mark.thorough

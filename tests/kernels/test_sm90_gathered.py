@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -110,20 +109,6 @@ def test_gathered_parts(D: int, causal: bool, zigzag: bool) -> None:
     # A block's place is some multiplications, and no barrier.
     assert kernel.opcodes["BAR"] <= one.opcodes["BAR"]
     assert main_path(kernel) <= LONGER[D] * main_path(one)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("kernel", "spilled"),
-    [
-        # A row's bounds take two registers of a thread that has none to spare.
-        pytest.param(lambda: compile_parts(128, False, ha.BALANCED, False, packed=True), 44, id="packed sequences"),
-        pytest.param(lambda: compile_parts(128, True, ha.ACCURATE, True, left=1000), 0, id="window"),
-        pytest.param(lambda: compile_parts(128, False, ha.BF16, False), 0, id="bf16"),
-    ],
-)
-def test_other_gathered_parts(kernel: Callable[[], Sm90Kernel], spilled: int) -> None:
-    offline.assert_sound(kernel(), spilled)
 
 
 PARTS_OF, BLOCKS_OF, STEP = 3, 2, 100

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from devtools.sm90 import compile_for_sm90, fake_cuda
-from helion_attn.compiler import helion_adapter
-from helion_attn.compiler.helion_adapter import Config, helion, hl
+from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.kernels import compiled, interpreted
 from helpers.offline import compilations
 
@@ -89,13 +87,6 @@ def test_compiles_to_the_same_as_arguments_of_their_own() -> None:
     assert ptx[0] == ptx[1]
 
 
-def test_helion_alone_has_no_attributes_of_a_named_tuple(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Why `helion_adapter` has records; they can go when this fails."""
-    monkeypatch.setattr(helion_adapter, "_records", contextlib.nullcontext)
-    with compilations(), pytest.raises(helion.exc.TypeInferenceError, match="Attribute"):
-        launch_with_spec()
-
-
 def running_sums(x: torch.Tensor, out: torch.Tensor, spec: hl.constexpr) -> None:
     width = hl.specialize(x.size(1))
     for i in hl.grid(out.size(0)):
@@ -122,13 +113,6 @@ def test_a_loop_carries_a_tuple_of_tiles() -> None:
     x, out = torch.arange(640.0).view(10, 64), torch.empty(10, 64)
     interpreted(running_sums)(x, out, SPEC)
     assert torch.equal(out, (2 * x.sum(0)).expand(10, 64))
-
-
-def test_helion_alone_carries_no_tuple(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Why `helion_adapter` joins tuples; it can go when this fails."""
-    monkeypatch.setattr(helion_adapter, "_tuples_in_loops", contextlib.nullcontext)
-    with compilations(), pytest.raises(helion.exc.CantCombineTypesInControlFlow, match="sums"):
-        launch_running_sums()
 
 
 def test_constants_are_compiled_in_and_integers_are_data() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,7 +16,7 @@ from helion_attn.configs import packing, scheduling
 from helion_attn.kernels import attention
 from helion_attn.kernels.merge_splits import FEW_SPLITS, MANY_SPLITS, merge_splits
 from helion_attn.testing import relative_error
-from helpers.cases import LADDER, PLAIN, RECIPES, Case, make_case
+from helpers.cases import PLAIN, Case, make_case
 
 Force = Callable[[int], None]
 Poisoned = Callable[[], AbstractContextManager[None]]
@@ -87,19 +86,6 @@ def test_problems(name: str, recipe: ha.Recipe, device: str, force: Force, poiso
     assert_split_is_as_good(problem(name, device, recipe), 3, force, poisoned)
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_recipes(recipe: ha.Recipe, device: str, force: Force, poisoned: Poisoned) -> None:
-    assert_split_is_as_good(problem("sinks", device, recipe), 3, force, poisoned)
-
-
-@pytest.mark.parametrize("recipe", LADDER.values(), ids=LADDER)
-@pytest.mark.parametrize("name", ["everything", "sinks"])
-def test_smooth_k(name: str, recipe: ha.Recipe, device: str, force: Force, poisoned: Poisoned) -> None:
-    """What it took from a row's scores is in the lse of every part, with a softcap and without."""
-    recipe = dataclasses.replace(recipe, smooth_k=True)
-    assert_split_is_as_good(problem(name, device, recipe, "outlier"), 4, force, poisoned)
-
-
 @pytest.mark.parametrize(("name", "splits"), [("more_queries", FEW_SPLITS + 1), ("one_query", MANY_SPLITS + 5)])
 def test_more_splits_than_key_blocks(name: str, splits: int, device: str, force: Force, poisoned: Poisoned) -> None:
     """Runs of no block, and more of them than a program of the merge reads at once."""
@@ -121,35 +107,6 @@ def test_nothing_but_fp32_rounding(recipe: ha.Recipe, causal: bool, device: str,
     # A GPU's tensor core sums 16-bit products over key blocks.
     assert relative_error(out, one) <= (128 if out.is_cuda else 16) * FP32_EPS
     assert relative_error(lse, one_lse) <= (32 if out.is_cuda else 4) * FP32_EPS
-
-
-@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn], ids=str)
-def test_out_dtypes_and_layouts(out_dtype: torch.dtype, layout: str, device: str, force: Force) -> None:
-    case = make_case(make_qkv("randn", 1, 4, 2, 5, 400, 48, device=device), causal=True)
-    qkv = case.qkv if layout == "bhsd" else tuple(x.transpose(1, 2).contiguous() for x in case.qkv)
-    force(3)
-    options: dict[str, Any] = {"layout": layout, "causal": True, "out_dtype": out_dtype}
-    out, lse = ha.attention(*qkv, return_lse=True, **options)
-    assert out.dtype == out_dtype
-    assert out.is_contiguous()
-    case.assert_within_budget(out if layout == "bhsd" else out.transpose(1, 2))
-    case.assert_lse_within_budget(lse)
-    again, lse_again = ha.attention(*qkv, return_lse=True, **options)
-    assert torch.equal(out.float(), again.float())
-    assert torch.equal(lse, lse_again)
-
-
-def test_batches_and_value_head_dims(device: str, force: Force, poisoned: Poisoned) -> None:
-    qkv = make_qkv("biased_v", 3, 2, 1, 5, 600, 64, device=device, D_v=40)
-    assert_split_is_as_good(make_case(qkv, causal=True), 3, force, poisoned)
-
-
-@pytest.mark.parametrize("scale", [0.03, 5.0, 30.0])
-def test_scores_of_any_size(scale: float, device: str, force: Force, poisoned: Poisoned) -> None:
-    """Logits of up to some 0.01, 150 and 5000: one run has nearly all of a row's probability."""
-    q, k, v = make_qkv("randn", 1, 4, 1, 5, 600, 64, device=device)
-    assert_split_is_as_good(make_case((q * scale, k * scale, v)), 3, force, poisoned)
 
 
 def test_overflow_of_e4m3_is_nan(device: str, force: Force) -> None:
@@ -228,47 +185,6 @@ def test_key_splits(programs: int, key_blocks: int, ctas_per_sm: int, splits: in
     assert scheduling.key_splits(programs, key_blocks, 132, ctas_per_sm) == splits
 
 
-@pytest.mark.parametrize(
-    ("queries", "right", "mean"),
-    [
-        (1, -1, 64),
-        (8192, -1, 64),
-        (1, 0, 64),
-        (256, 0, 63),
-        (8192, 0, 32),
-        (8192, 1024, 40),
-        (10**6, 0, 1),
-        (1, 10**9, 64),
-    ],
-)
-def test_mean_key_blocks(queries: int, right: int, mean: int) -> None:
-    assert scheduling.mean_key_blocks(64, queries, right, 128) == mean
-
-
-def test_parts_fill_a_gpu_some_times_at_most() -> None:
-    """So their memory is bounded, whatever the lengths; and they are no slower, as the model has it."""
-    for programs in range(1, 600):
-        for key_blocks in (1, 31, 32, 100, 1000, 10**6):
-            for ctas_per_sm in (1, 2, 3, 4):
-                splits = scheduling.key_splits(programs, key_blocks, 132, ctas_per_sm)
-                assert splits == 1 or programs * splits <= scheduling.SPLIT_ROUNDS * 132 * ctas_per_sm
-                assert splits == 1 or key_blocks // splits >= scheduling.MIN_RUN_BLOCKS
-                launch = programs, key_blocks, 132, ctas_per_sm
-                assert scheduling.split_time(splits, *launch) <= scheduling.split_time(1, *launch)
-
-
-def test_a_round_that_is_not_full_is_faster() -> None:
-    """Three programs an SM: one and a third rounds take one and a half, and two rounds two."""
-    whole, third, twice = (scheduling.split_time(1, n, 10**6, 132, 3) for n in (396, 528, 792))
-    assert third / whole == pytest.approx((4.44 + 2.44) / 4.44)
-    assert twice / whole == pytest.approx(2)
-
-
-def test_more_multiprocessors_ask_for_more_splits() -> None:
-    H200, H100_PCIE = 132, 114
-    assert scheduling.key_splits(8, 2048, H200, 3) > scheduling.key_splits(8, 2048, H100_PCIE, 3)
-
-
 @pytest.mark.parametrize(("left", "right"), [(-1, -1), (-1, 0), (500, -1), (0, 0), (500, 0), (500, 70), (10**12, 0)])
 def test_visible_key_blocks(left: int, right: int) -> None:
     """At least what any block of rows sees, and at most one more than the most."""
@@ -299,13 +215,6 @@ def test_who_is_asked(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # On a GPU a call is made several times.
     of_windows = [args[:2] for args in dict.fromkeys(asked)]
     assert of_windows == [(programs, -(-2000 // tile.bn)), (programs, (98 + tile.bm) // tile.bn + 2)]
-
-
-@pytest.mark.parametrize("D", [192, 320])
-def test_the_large_head_dim_kernel_does_not_split(D: int, device: str, force: Force) -> None:
-    case = make_case(make_qkv("randn", 1, 1, 1, 5, 300, D, device=device, D_v=128 if D == 192 else D))
-    force(3)
-    case.assert_within_budget(case.run(torch.float32)[0])
 
 
 def test_variable_lengths_do_not_split(device: str, force: Force) -> None:

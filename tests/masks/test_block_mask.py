@@ -8,25 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import helion_attn as ha
 from helion_attn.configs import MASK_BLOCK
-from helion_attn.masks import blocks
 from helion_attn.preprocess import list_order, mask_bits, mask_lists
-
-
-class Recorded(TorchDispatchMode):
-    """Names of operations that are not views."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view:
-            self.names.append(func._schema.name.split("::")[1])
-        return func(*args, **(kwargs or {}))
 
 
 def by_scores(blocks: torch.Tensor, M: int, N: int) -> torch.Tensor:
@@ -83,19 +68,6 @@ def test_many_blocks(device: str) -> None:
         whole = ha.BlockMask(kinds != mask_bits.UNSEEN, M, N)
         check_lists(whole.to("cpu"))
         assert torch.equal(whole.blocks, kinds != mask_bits.UNSEEN)
-
-
-def test_the_host_waits_last() -> None:
-    """Lists, which need no count of the tiles, are queued before the host reads it."""
-    with Recorded() as recorded:
-        ha.BlockMask.from_dense(random_mask(1, 2, 200, 300))
-    read = recorded.names.index("_local_scalar_dense")
-    assert recorded.names[read + 1 :] == ["index"]
-    assert "mask_lists" in recorded.names[:read]
-    with Recorded() as recorded:
-        ha.BlockMask.from_dense(random_mask(1, 2, 200, 300), 20)
-        ha.masks.top_blocks(*torch.randn(2, 1, 2, 300, 64), keep=0.5)
-    assert "_local_scalar_dense" not in recorded.names
 
 
 def test_it_is_moved_saved_and_printed() -> None:
@@ -177,30 +149,6 @@ def test_all_or_nothing_is_no_tile(all_: bool, M: int, N: int, device: str) -> N
     assert bool((mask.lists[..., 1] == (mask.entries.size(3) if all_ else 0)).all())
     # With room for tiles, there is a number beside each entry.
     assert torch.equal(ha.BlockMask.from_dense(dense, 1).to_dense()[0, 0], dense)
-
-
-VIEWS = {
-    "2d": lambda x: x[0, 0],
-    "3d": lambda x: x[0],
-    "transposed": lambda x: x.mT,
-    "expanded heads": lambda x: x[:, :1].expand(-1, 5, -1, -1),
-    "expanded batch": lambda x: x[:1].expand(4, -1, -1, -1),
-    "expanded queries": lambda x: x[:, :, :1].expand(-1, -1, 150, -1),
-    "expanded keys": lambda x: x[..., :1].expand(-1, -1, -1, 300),
-    "part of a row": lambda x: x[..., 3:250],
-    "every other": lambda x: x[:, :, ::2, ::3],
-    "bytes that are not 1": lambda x: (x.to(torch.uint8) * 130).view(torch.bool),
-}
-
-
-@pytest.mark.parametrize("view", VIEWS)
-def test_views(view: str, device: str) -> None:
-    dense = VIEWS[view](random_mask(2, 2, 200, 300, device))
-    mask = ha.BlockMask.from_dense(dense)
-    given = dense[(None,) * (4 - dense.dim())]
-    assert (1 if given.stride(0) == 0 else given.size(0)) == mask.B
-    assert (1 if given.stride(1) == 0 else given.size(1)) == mask.H
-    assert torch.equal(mask.to_dense().expand(given.shape), given != 0)
 
 
 def test_equal_blocks_are_stored_once(device: str) -> None:
@@ -304,23 +252,6 @@ def test_lists_of_flex_decide_before_its_rule(size: int) -> None:
     assert torch.equal(ha.BlockMask.from_flex(theirs).to_dense(), ((by_score == 0) & causal) | (by_score == 1))
     without = BlockMask.from_kv_blocks(counts[0], lists[0], BLOCK_SIZE=size, mask_mod=lambda b, h, q, k: q > k)
     assert torch.equal(ha.BlockMask.from_flex(without).to_dense(), (by_score == 0) & causal)
-
-
-def test_only_blocks_that_are_seen_in_part_are_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "EVALUATED_BLOCKS", 3)
-    theirs = create_block_mask(RULES["causal"], 1, 1, 1024, 1024, device="cpu")
-    evaluated = []
-
-    def counting(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        evaluated.append(1)
-        return q >= k
-
-    theirs.mask_mod = counting
-    mask = ha.BlockMask.from_flex(theirs)
-    assert torch.equal(mask.to_dense()[0, 0], torch.ones(1024, 1024, dtype=torch.bool).tril())
-    # Eight on the diagonal, three at once; a call of vmap is one.
-    assert len(evaluated) == 3
-    assert mask.tiles.size(0) == 1
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ import helion_attn as ha
 from devtools.inputs import make_qkv
 from devtools.sm90 import Sm90Kernel, compile_for_sm90, fake_cuda
 from helpers.layouts import LAYOUTS, make_x
-from helpers.no_ops import Launched
 from helpers.offline import assert_sound, launching, widths
 from helpers.refused import assert_raises
 from helpers.rotations import PAIRING, tables
@@ -69,7 +68,7 @@ def test_rope(
         assert_rounds(out, ha.reference.apply_rope(x, rope.cos, rope.sin, interleaved), ROPE_ERROR)
 
 
-@pytest.mark.thorough(but=20)
+@pytest.mark.thorough(but=13)
 @pytest.mark.parametrize("seed", [0, 2**63 - 1])
 @DTYPES
 @SHAPES
@@ -88,6 +87,7 @@ def test_hadamard(
     assert_rounds(out, ha.reference.hadamard(x, seed), hadamard_error(dtype))
 
 
+@pytest.mark.thorough(but=13)
 @DTYPES
 @SHAPES
 def test_reflect(
@@ -133,16 +133,6 @@ def test_strides(layout: str, dtype: torch.dtype, device: str) -> None:
             ha.apply_rope(x, rope)
 
 
-@PAIRING
-def test_bshd(interleaved: bool, device: str) -> None:
-    x = make_x("bshd", torch.bfloat16, device)  # [B, H, S, D]
-    rope = tables(x.size(2), 48, interleaved=interleaved, device=device)
-    out = ha.apply_rope(x.transpose(1, 2), rope, layout="bshd")
-    assert out.is_contiguous()
-    assert torch.equal(out.transpose(1, 2), ha.apply_rope(x, rope))
-    assert torch.equal(ha.hadamard(x.transpose(1, 2)).transpose(1, 2), ha.hadamard(x))
-
-
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @PAIRING
 def test_positions(interleaved: bool, dtype: torch.dtype, device: str) -> None:
@@ -161,6 +151,7 @@ def test_positions(interleaved: bool, dtype: torch.dtype, device: str) -> None:
         assert nan.sum() == nan[:, :, 13].sum()
 
 
+@pytest.mark.thorough(but=7)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
 @PAIRING
 @pytest.mark.parametrize(("D", "rotary"), [(32, 32), (48, 32), (64, 16)])
@@ -223,16 +214,6 @@ def test_opcheck(dtype: torch.dtype, device: str) -> None:
         torch.library.opcheck(op, arguments)
 
 
-def test_compiles_without_graph_breaks(device: str) -> None:
-    def stages(x: torch.Tensor, rope: ha.Rope) -> torch.Tensor:
-        return ha.reflect(ha.hadamard(ha.apply_rope(x, rope), seed=2))
-
-    x = make_x("bshd", torch.bfloat16, device)
-    rope = tables(x.size(2), 48, device=device)
-    compiled = torch.compile(stages, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x, rope), stages(x, rope))
-
-
 NO_LAUNCH = pytest.mark.usefixtures("no_launch")
 
 
@@ -285,16 +266,6 @@ BAD_ROPE: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
 
 
 @NO_LAUNCH
-def test_good_arguments_reach_the_launch() -> None:
-    with pytest.raises(Launched):
-        ha.apply_rope(**GOOD)
-    with pytest.raises(Launched):
-        ha.hadamard(GOOD["x"])
-    with pytest.raises(Launched):
-        ha.reflect(GOOD["x"])
-
-
-@NO_LAUNCH
 @pytest.mark.parametrize("what", BAD | BAD_ROPE)
 def test_bad_rope(what: str) -> None:
     arguments, error, parts = (BAD | BAD_ROPE)[what]
@@ -337,14 +308,6 @@ def compile_stage(D: int, dtype: torch.dtype, stage: Callable[[torch.Tensor], ob
     return kernel
 
 
-#: Both dtypes where tiles are the largest.
-COMPILED = pytest.mark.parametrize(
-    ("D", "dtype"),
-    [(64, torch.bfloat16), (128, torch.float16), (256, torch.bfloat16), (256, torch.float16), (320, torch.bfloat16)],
-    ids=str,
-)
-
-
 @pytest.mark.thorough(but=1)
 @PAIRING
 @pytest.mark.parametrize("D", [64, 256])
@@ -359,23 +322,3 @@ def test_rope_on_sm_90(D: int, interleaved: bool) -> None:
     if not interleaved:
         # Of 8192 bf16 elements and as many bytes of angles again, twice, on 256 threads: nothing is loaded twice.
         assert kernel.opcodes["LDG"] == 8192 * (2 + 2 + 2) // 256 // 16
-
-
-@pytest.mark.thorough(but=1)
-@COMPILED
-def test_hadamard_on_sm_90(D: int, dtype: torch.dtype) -> None:
-    kernel = compile_stage(D, dtype, ha.hadamard)
-    assert_sound(kernel)
-    assert kernel.opcodes["HGMMA"] > 0
-    assert 16 in widths(kernel, "LDG|LDGSTS")
-    assert widths(kernel, "STG") == {16}
-
-
-@pytest.mark.thorough(but=1)
-@COMPILED
-def test_reflection_on_sm_90(D: int, dtype: torch.dtype) -> None:
-    kernel = compile_stage(D, dtype, ha.reflect)
-    assert_sound(kernel)
-    assert widths(kernel, "LDG|LDGSTS") == {16}
-    assert widths(kernel, "STG") == {16}
-    assert kernel.opcodes["SHFL"] == 0, "a thread does not hold whole groups"

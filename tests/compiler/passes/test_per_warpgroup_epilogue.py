@@ -8,14 +8,12 @@ import re
 import tempfile
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 import helion_attn as ha
 from devtools.sm90 import Sm90Kernel
-from helion_attn.compiler import triton_hook
 from helion_attn.compiler.passes import per_warpgroup_epilogue, pingpong
 from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.compiler.passes.ttgir import VALUE, Loop, defined
@@ -149,43 +147,6 @@ def test_ptx_in_which_warps_exchange_rows_is_refused() -> None:
     ):
         with pytest.raises(per_warpgroup_epilogue.EpilogueIsShared):
             per_warpgroup_epilogue.without_epilogue_barriers("\n".join(wrong))
-
-
-def test_what_cannot_end_alone_is_compiled_in_step() -> None:
-    """Again, and with the reason."""
-    asked: list[triton_hook.Refusals] = []
-    keys: set[str] = set()
-
-    def compiling(source: str, key: str, refusals: triton_hook.Refusals) -> str:
-        asked.append(refusals)
-        keys.add(key)
-        if refusals.epilogue is None:
-            raise per_warpgroup_epilogue.EpilogueIsShared("they need each other")
-        return source
-
-    with mock.patch.object(triton_hook, "_compile", compiling):
-        assert triton_hook.compile_with_passes("source") == "source"
-    assert asked == [triton_hook.Refusals(), triton_hook.Refusals(epilogue="they need each other")]
-    assert len(keys) == 1
-    # The kernel is that of ping-pong.
-    before = shared_ir(ENDS["balanced"])[0][0]
-    found = {x.name: x for x in triton_hook.passed(before, asked[1])}
-    pingponged, epilogue = found[pingpong.NAME], found[per_warpgroup_epilogue.NAME]
-    assert pingponged.applied
-    assert epilogue == Outcome(per_warpgroup_epilogue.NAME, False, "they need each other", pingponged.text)
-
-
-def test_ir_that_does_not_verify_with_separate_ends_keeps_the_other_passes() -> None:
-    """The compilation is asked for again, without this pass alone."""
-    stages = {"ttgir": lambda module, metadata: module, "ptx": lambda module, metadata: ""}
-    outcomes = [Outcome("pingpong", True, "so", "taken"), Outcome(per_warpgroup_epilogue.NAME, True, "so", "wrong")]
-    triton_hook._add_passes(stages, triton_hook.Refusals())
-    with (
-        mock.patch.object(triton_hook, "passed", return_value=outcomes),
-        mock.patch.object(triton_hook, "_parsed", side_effect=RuntimeError("a type is another")),
-        pytest.raises(per_warpgroup_epilogue.EpilogueIsShared, match="does not verify: a type is another"),
-    ):
-        stages["ttgir"](mock.Mock(), {})
 
 
 def test_a_second_loop_keeps_warps_in_step() -> None:

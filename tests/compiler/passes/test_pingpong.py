@@ -19,7 +19,6 @@ from helion_attn.compiler.passes import per_warpgroup_epilogue, pingpong, ttgir
 from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.compiler.versions import MEASURED_SERIES
 from helion_attn.configs import tile_config
-from helpers.cases import IN_E4M3
 from helpers.offline import MEASURED, assert_sound, compile_attention, compile_shape, compile_tile, compile_varlen
 from helpers.passes import operation, recorded, split_at_loop
 from helpers.shared import shared_call, shared_ir
@@ -50,14 +49,6 @@ TAKE_TURNS: dict[str, functools.partial[Any]] = {
     "sequences": functools.partial(compile_varlen, 256, True),
     "split": functools.partial(compile_shape, 1, 64, 100000, 256, False, recipe=ha.BALANCED),
     "many_keys": functools.partial(compile_shape, 1, 10000, 2**23 + 2**20, 256, True, recipe=ha.BALANCED),
-}
-#: In the tensor core: pieces of the product are not waited for one by one.
-ONE_LEVEL = replace(IN_E4M3, promote_every=0)
-
-TAKE_NONE: dict[str, functools.partial[Any]] = {
-    "one_warpgroup": functools.partial(compile_attention, 128, False),
-    "pieces_of_v": functools.partial(compile_attention, 384, True, D_v=384, recipe=ONE_LEVEL),
-    "pieces_of_q": functools.partial(compile_attention, 640, True, D_v=640, recipe=ONE_LEVEL),
 }
 
 
@@ -97,13 +88,6 @@ def test_who_ping_pongs(name: str) -> None:
     assert re.search(r"\bbar\S*\s+0[,;]", loop) is None
     assert re.search(r"\bbar\S*\s+0[,;]", ptx) is not None
     assert_sound(kernel(name))
-
-
-@pytest.mark.thorough(but=1)
-@pytest.mark.parametrize("name", TAKE_NONE)
-def test_who_takes_none(name: str) -> None:
-    found = shared_call(TAKE_NONE[name])
-    assert named_barriers(found.ptx) == []
 
 
 def test_a_barrier_that_stays() -> None:
@@ -174,20 +158,6 @@ def test_a_barrier_comes_behind_part_of_p(name: str) -> None:
     assert next(line for line in behind.split("\n") if "wgmma" in line).strip() == "wgmma.fence.sync.aligned;"
 
 
-@pytest.mark.parametrize("name", ["three_stages", "fast", "hybrid_d128"])
-def test_p_does_not_change_the_number_of_a_barrier(name: str) -> None:
-    (taken,) = re.findall(r".*bar\.sync turn, .*", kernel(name).ptx)
-    (thread,) = re.findall(r"shr\.u32 turn, (%\w+), 7;", taken)
-    numbers = random.Random(0)
-    for warp in range(8):
-        registers = {register: numbers.getrandbits(32) for register in re.findall(r"%r\d+", taken)}
-        registers |= {thread: 32 * warp, "%nctaid.z": numbers.randint(1, 2**16 - 1)}
-        barriers = {i: NamedBarrier() for i in range(4)}
-        for _ in execute(taken, registers, barriers, warp):
-            pass
-        assert [i for i, barrier in barriers.items() if barrier.came] == [1 + warp // 4]
-
-
 @functools.cache
 def not_held_back(name: str) -> Sm90Kernel:
     """With ping-pong that do not wait for part of P."""
@@ -224,6 +194,7 @@ def test_a_barrier_is_not_moved_past_another_block() -> None:
         assert pingpong._with_barrier_after_p(other).text == other
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("name", ["stagger_v", "hybrid_d256"])
 def test_a_barrier_behind_a_wait_stays(name: str) -> None:
     """V's wait is a branch, and the exponentials come before the barrier."""
@@ -233,28 +204,6 @@ def test_a_barrier_behind_a_wait_stays(name: str) -> None:
     assert "BRA" in sass[waited : turn.start()]
     assert exponentials_before_barrier(sass) >= 32
     assert "or.b32 p, p, " not in kernel(name).ptx
-
-
-@pytest.mark.thorough(but=2)
-@pytest.mark.parametrize("name", LOOPS)
-def test_behind_the_loop_nothing_changes(name: str) -> None:
-    """Shared memory is written, read, and its barriers wait for all warps, as in the kernel without ping-pong."""
-
-    def behind_the_loop(ptx: str) -> list[str]:
-        products_and_copies = r"wgmma\.mma_async|cp\.async\.bulk"
-        *_, last = re.finditer(products_and_copies, ptx)
-        ended = ptx[ptx.index("mbarrier.inval", last.end()) :]
-        return re.findall(r"bar\.sync|st\.shared[.\w]*|ld\.shared[.\w]*|\w*matrix[.\w]*", ended)
-
-    shipped = kernel(name)  # compiled before anything is patched: other tests share it
-    epilogue_apart = any(x.name == per_warpgroup_epilogue.NAME and x.applied for x in shipped.passes)
-    with mock.patch.object(per_warpgroup_epilogue, "with_per_warpgroup_epilogue", left_alone), recorded():
-        in_step = LOOPS[name]() if epilogue_apart else shipped
-        with mock.patch.object(pingpong, "with_pingpong", left_alone):
-            found = LOOPS[name]()
-    pingpong_ptx = behind_the_loop(in_step.ptx)
-    assert pingpong_ptx == behind_the_loop(found.ptx)
-    assert any(x.startswith("st.shared") for x in pingpong_ptx)
 
 
 def in_front(lines: list[str]) -> str:
@@ -268,6 +217,7 @@ def in_front(lines: list[str]) -> str:
     return "".join(letters.get(operation(line)[1], "") for line in lines)
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize("name", LOOPS)
 def test_loads_come_first_and_are_used_last(name: str) -> None:
     without = shared_ir(LOOPS[name])[0][1]
@@ -498,7 +448,7 @@ def run(text_: str, stages: int, blocks: int, seed: int) -> None:
     assert len(program.read) == len(program.parts) * blocks
 
 
-@pytest.mark.thorough(but=14)
+@pytest.mark.thorough(but=18)
 @pytest.mark.parametrize("name", LOOPS)
 @pytest.mark.parametrize("blocks", [0, 1, 2, 3, 4, 9])
 def test_no_schedule_fails(name: str, blocks: int) -> None:
@@ -506,6 +456,7 @@ def test_no_schedule_fails(name: str, blocks: int) -> None:
         run(text(name), STAGES[name], blocks, seed)
 
 
+@pytest.mark.thorough(but=12)
 @pytest.mark.parametrize("name", [name for name in LOOPS if name != "hybrid_d128"])
 @pytest.mark.parametrize("blocks", [0, 1, 2, 9])
 def test_no_schedule_fails_where_warpgroups_end_alone(name: str, blocks: int) -> None:
@@ -525,6 +476,7 @@ def test_the_machine_sees_an_end_that_comes_too_early(name: str) -> None:
             run(ends.replace(at, ""), STAGES[name], 6, seed)
 
 
+@pytest.mark.thorough(but=18)
 @pytest.mark.parametrize("name", LOOPS)
 @pytest.mark.parametrize(
     "line", ["before_loop", "before_copies", "behind_copies", "behind_wait", "before_p_v", "behind_loop"]
@@ -540,16 +492,7 @@ def test_the_machine_can_fail(name: str, line: str) -> None:
             run("\n".join(lines), STAGES[name], 6, seed)
 
 
-def test_one_warp_that_waits_is_too_few() -> None:
-    """Where several issue copies."""
-    wrong = text("stagger_v").replace("mine, $1, 128; @mine bar.sync 3, 256", "mine, $1, 32; @mine bar.sync 3, 160")
-    wrong = wrong.replace("@mine bar.sync 3, 256", "setp.lt.u32 mine, $1, 32; @mine bar.sync 3, 160")
-    wrong = wrong.replace("bar.arrive 3, 256", "bar.arrive 3, 160")
-    with pytest.raises(AssertionError, match="written over while it is read"):  # noqa: PT012
-        for seed in range(50):
-            run(wrong, 2, 6, seed)
-
-
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize("name", LOOPS)
 def test_copies_are_of_the_first_warpgroup(name: str) -> None:
     """All threads that issue them wait for READ: as many warps as a row has 128 bytes, as the machine has it, too."""

@@ -5,23 +5,19 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 import helion_attn as ha
 from devtools.sm90 import Sm90Kernel
 from helion_attn.compiler import triton_hook
 from helion_attn.compiler.passes import row_sums
-from helion_attn.compiler.passes.expected import missing
 from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.compiler.passes.ttgir import PRODUCT, VALUE, WAIT_FOR_PRODUCT
-from helpers.cases import IN_E4M3
 from helpers.ir_machine import Machine, run
-from helpers.offline import MEASURED, assert_sound, compile_attention, compile_shape, compile_varlen
+from helpers.offline import compile_attention, compile_shape, compile_varlen
 from helpers.passes import operation, recorded
 from helpers.shared import shared_call, shared_ir
 
@@ -34,13 +30,6 @@ SUMS: dict[str, tuple[functools.partial[Any], int, int]] = {
     "3_stages": (functools.partial(compile_attention, 64, False, recipe=ha.ACCURATE), 3, 64),
     "sequences": (functools.partial(compile_varlen, 64, True, ha.BALANCED), 2, 64),
     "split": (functools.partial(compile_shape, 1, 100, 16384, 64, True, recipe=ha.BALANCED), 2, 64),
-}
-
-#: Kernels that ask for none: no bits, other sums, another P.
-OTHERS: dict[str, functools.partial[Any]] = {
-    "d256": functools.partial(compile_attention, 256, False, recipe=ha.BALANCED),
-    "one_level": functools.partial(compile_attention, 128, True, recipe=replace(IN_E4M3, promote_every=0)),
-    "e5m2": functools.partial(compile_attention, 64, True, recipe=replace(IN_E4M3, pv_dtype=torch.float8_e5m2)),
 }
 
 KEYS, GROUP = 128, 8
@@ -72,7 +61,7 @@ def outcome(found: Sm90Kernel) -> Outcome:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize("name", SUMS)
 def test_nothing_else_changes(name: str) -> None:
     """P as fp32 and its sums are gone; V's buffers are found by their first group, and ones are written."""
@@ -108,6 +97,7 @@ def assert_ones_stay(text: str, stages: int, channels: int) -> None:
     assert [list(found.values()) for found in machine.found.values()] == [list(range(9))] * 2
 
 
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize("name", SUMS)
 def test_no_buffer_of_v_overlaps_the_ones(name: str) -> None:
     assert_ones_stay(texts(name)[1], *SUMS[name][1:])
@@ -130,6 +120,7 @@ def test_the_check_of_their_place_can_fail(pattern: str, replacement: str) -> No
         assert_ones_stay(wrong, *SUMS["balanced"][1:])
 
 
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize("name", SUMS)
 def test_ones_are_there_before_the_loop(name: str) -> None:
     """Written, fenced for the tensor core, and all warps know: nothing comes in between."""
@@ -171,18 +162,12 @@ def test_other_loops_stay() -> None:
     assert PRODUCT in before
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_who_asks_for_none(name: str) -> None:
-    found = outcome(shared_call(OTHERS[name]))
-    assert not found.applied
-    assert found.reason == row_sums.NOT_ASKED
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # PTX
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize("name", SUMS)
 def test_the_product_is_wider_and_read_behind_its_wait(name: str) -> None:
     found = kernel(name)
@@ -203,13 +188,6 @@ def test_the_product_is_wider_and_read_behind_its_wait(name: str) -> None:
     assert re.findall(r"%row_sum\d", lines[mark]) == ["%row_sum0", "%row_sum2"]
     waits = [i for i in range(products[-1], mark) if "wgmma.wait_group" in lines[i]]
     assert len(waits) == 1
-
-
-@pytest.mark.skipif(not MEASURED, reason="ptxas is another")
-def test_sums_cost_no_register() -> None:
-    """None is spilled, though all that four programs an SM leave are taken."""
-    assert_sound(kernel("3_stages"))
-    assert kernel("3_stages").ctas_per_sm == 4
 
 
 REGISTERS = "\t.reg .b32 \t%r<20>;"
@@ -273,44 +251,3 @@ def test_without_it_the_kernel_adds_up_p() -> None:
     assert "row_sum" not in found.ptx
     assert "m64n72k32" not in found.ptx
     assert "m64n64k32.f32.e4m3.e4m3" in found.ptx
-
-
-def test_that_is_said() -> None:
-    """By the warning of a kernel that lacks a pass, and by no other kernel's."""
-    lost = missing([Outcome(row_sums.NAME, False, "the PTX is another")], (row_sums.NAME,))
-    assert [x.name for x in lost] == [row_sums.NAME]
-    assert missing([Outcome(row_sums.NAME, False, row_sums.NOT_ASKED)], (row_sums.NAME,)) == []
-
-
-def test_ir_that_does_not_verify_keeps_the_other_passes() -> None:
-    """The compilation is asked for again, without this pass alone."""
-    stages = {"ttgir": lambda module, metadata: module, "ptx": lambda module, metadata: ""}
-    outcomes = [Outcome("pingpong", True, "so", "taken"), Outcome(row_sums.NAME, True, "so", "wrong")]
-    triton_hook._add_passes(stages, triton_hook.Refusals())
-    with (
-        mock.patch.object(triton_hook, "passed", return_value=outcomes),
-        mock.patch.object(triton_hook, "_parsed", side_effect=RuntimeError("a type is another")),
-        pytest.raises(row_sums.NoSums, match="does not verify: a type is another"),
-    ):
-        stages["ttgir"](mock.Mock(), {})
-
-
-def test_what_makes_no_sums_is_compiled_without() -> None:
-    """Again, under the same key, and with the reason."""
-    asked: list[triton_hook.Refusals] = []
-    keys: set[str] = set()
-
-    def compiling(source: str, key: str, refusals: triton_hook.Refusals) -> str:
-        asked.append(refusals)
-        keys.add(key)
-        if refusals.sums is None:
-            raise row_sums.NoSums("no mark")
-        return source
-
-    with mock.patch.object(triton_hook, "_compile", compiling):
-        assert triton_hook.compile_with_passes("source") == "source"
-    assert asked == [triton_hook.Refusals(), triton_hook.Refusals(sums="no mark")]
-    assert len(keys) == 1
-    found = triton_hook.passed(texts("balanced")[0], asked[1])[-1]
-    assert found == Outcome(row_sums.NAME, False, "no mark", found.text)
-    assert "row sums of P V" not in found.text

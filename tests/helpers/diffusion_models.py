@@ -1,0 +1,100 @@
+"""Transformers of four pipelines of diffusers, tiny and random, and what they are called with."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import diffusers
+import torch
+
+
+def rand(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def flux(layers: int = 1) -> Any:
+    return diffusers.FluxTransformer2DModel(
+        in_channels=16, num_layers=layers, num_single_layers=2, attention_head_dim=32, num_attention_heads=2,
+        joint_attention_dim=24, pooled_projection_dim=12, axes_dims_rope=(8, 12, 12),
+    ).eval()  # fmt: skip
+
+
+def wan(layers: int = 2, **options: Any) -> Any:
+    """Cross attention has other lengths."""
+    return diffusers.WanTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=32, in_channels=4, out_channels=4, text_dim=24, freq_dim=16,
+        ffn_dim=64, num_layers=layers, rope_max_seq_len=32, **options,
+    ).eval()  # fmt: skip
+
+
+def hunyuan_video(layers: int = 1, refiner_layers: int = 1) -> Any:
+    """Attention of its refiner asks no backend."""
+    return diffusers.HunyuanVideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=32, num_layers=layers,
+        num_single_layers=2, num_refiner_layers=refiner_layers, patch_size=2, text_embed_dim=24,
+        pooled_projection_dim=12, rope_axes_dim=(8, 12, 12),
+    ).eval()  # fmt: skip
+
+
+def qwen_image(layers: int = 2) -> Any:
+    return diffusers.QwenImageTransformer2DModel(
+        in_channels=16, out_channels=4, num_layers=layers, attention_head_dim=32, num_attention_heads=2,
+        joint_attention_dim=24, axes_dims_rope=(8, 12, 12),
+    ).eval()  # fmt: skip
+
+
+def kept_tokens(count: int, *kept: int) -> torch.Tensor:
+    """A mask of so many tokens: the first of each sequence."""
+    return (torch.arange(count) < torch.tensor(kept)[:, None]).long()
+
+
+def inputs_of(model: Any) -> dict[str, Any]:
+    """Two sequences. Of HunyuanVideo's text, behind the video, one has 11 tokens, the other 4."""
+    time, text = torch.tensor([3, 500]), rand(2, 11, 24, seed=1)
+    tokens = {"hidden_states": rand(2, 30, 16), "encoder_hidden_states": text[:, :9], "timestep": time / 1000}
+    kind = type(getattr(model, "_orig_mod", model)).__name__
+    if kind == "FluxTransformer2DModel":
+        ids = torch.cartesian_prod(torch.zeros(1), torch.arange(5.0), torch.arange(6.0))
+        return tokens | {"pooled_projections": rand(2, 12, seed=2), "img_ids": ids, "txt_ids": torch.zeros(9, 3)}
+    if kind == "QwenImageTransformer2DModel":
+        return tokens | {"img_shapes": [[(1, 5, 6)]] * 2}
+    if kind == "HunyuanVideoTransformer3DModel":
+        return {
+            **{"hidden_states": rand(2, 4, 2, 8, 8), "timestep": time, "encoder_hidden_states": text},
+            **{"encoder_attention_mask": kept_tokens(11, 11, 4), "pooled_projections": rand(2, 12, seed=2)},
+            "guidance": torch.tensor([6.0, 6.0]),
+        }
+    inputs = {"hidden_states": rand(2, 4, 2, 8, 10), "timestep": time, "encoder_hidden_states": text}
+    if model.config.image_dim is not None:
+        images = {"encoder_hidden_states_image": rand(2, 7, model.config.image_dim, seed=2)}
+        inputs |= images | {"encoder_hidden_states": rand(2, 512, 24, seed=1)}
+    return inputs
+
+
+#: By name: what makes the model, and inputs in place of those of `inputs_of`.
+MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "flux": (flux, {}),
+    "wan": (wan, {}),
+    "wan_of_images": (functools.partial(wan, image_dim=24, added_kv_proj_dim=64), {}),
+    "hunyuan_video": (hunyuan_video, {}),
+    "hunyuan_video_of_one_length": (hunyuan_video, {"encoder_attention_mask": kept_tokens(11, 4, 4)}),
+    "qwen_image": (qwen_image, {}),
+    # Padding between text and image.
+    "qwen_image_padded": (qwen_image, {"encoder_hidden_states_mask": kept_tokens(9, 9, 4)}),
+}
+
+
+def made(name: str) -> tuple[Any, dict[str, Any]]:
+    """A model and its inputs. Weights have one size, so that attention looks somewhere, and norms differ by channel."""
+    torch.manual_seed(0)
+    make, others = MODELS[name]
+    model = make()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.dim() >= 2:
+                parameter.normal_(0, 1.5 * parameter[0].numel() ** -0.5)
+            elif "norm" in parameter_name and parameter_name.endswith("weight"):
+                parameter.normal_(1.0, 0.4)
+    return model, inputs_of(model) | others
