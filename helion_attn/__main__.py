@@ -1,6 +1,7 @@
 """`python -m helion_attn`: what is installed, whether a GPU has verified it, what is lost if not, and a self-check.
 
 `python -m helion_attn replay FILE`: a call that `helion_attn.debug(save=...)` wrote, again.
+`python -m helion_attn sageattention -- SCRIPT ...`: a script for which `import sageattention` is this package.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import triton
 
 import helion_attn as ha
 from helion_attn.compiler.versions import MEASURED_SERIES, VERIFIED_TORCH, known_triton, series
+from helion_attn.integrations.sageattention import run as run_as_sageattention
 from helion_attn.types import PRESETS
 
 #: What `--help` prints.
@@ -30,6 +32,12 @@ DESCRIPTION = (
 REPLAY = (
     "Make a call again that helion_attn.debug(save=FOLDER) wrote, on a GPU or else in the interpreter, and print its "
     "error against fp64 beside the recorded output's. The exit status is 1 if it is bad again."
+)
+
+#: What `sageattention --help` prints.
+SAGEATTENTION = (
+    "Run Python with the arguments behind --, so that `import sageattention` gives helion_attn's functions, there and "
+    "in every Python that it starts: sageattention -- main.py --use-sage-attention, or sageattention -- -m PACKAGE."
 )
 
 #: The largest error of the self-check: of the presets, FAST has 0.046 on these tensors, and zeros have 1.
@@ -110,13 +118,18 @@ def usable_device() -> str:
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Print the report, then the self-check, and return 1 if that fails; or replay a file."""
+    """Print the report, then the self-check, and return 1 if that fails; or do what a command says."""
     parser = argparse.ArgumentParser("python -m helion_attn", description=DESCRIPTION)
-    command = parser.add_subparsers(dest="command").add_parser("replay", help="a saved call", description=REPLAY)
+    commands = parser.add_subparsers(dest="command")
+    command = commands.add_parser("replay", help="a saved call", description=REPLAY)
     command.add_argument("file", help="that helion_attn.debug(save=FOLDER) wrote")
+    sage = commands.add_parser("sageattention", help="a script that calls SageAttention", description=SAGEATTENTION)
+    sage.add_argument("arguments", nargs=argparse.REMAINDER, metavar="-- ARGUMENTS", help="of Python")
     given = parser.parse_args(arguments)
     if given.command == "replay":
         return _replay(command, given.file)
+    if given.command == "sageattention":
+        run_as_sageattention(given.arguments[given.arguments[:1] == ["--"] :])
     rows = report()
     width = max(len(label) for label, _ in (*rows, ("self-check", "")))
     for label, text in rows:
