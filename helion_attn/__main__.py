@@ -2,6 +2,7 @@
 
 `python -m helion_attn replay FILE`: a call that `helion_attn.debug(save=...)` wrote, again.
 `python -m helion_attn sageattention -- SCRIPT ...`: a script for which `import sageattention` is this package.
+`python -m helion_attn compare-video --model ID ...`: a seed in bf16 and by each preset.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import triton
 
 import helion_attn as ha
 from helion_attn.compiler.versions import MEASURED_SERIES, VERIFIED_TORCH, known_triton, series
+from helion_attn.integrations import compare_video
 from helion_attn.integrations.sageattention import run as run_as_sageattention
 from helion_attn.types import PRESETS
 
@@ -125,7 +127,11 @@ def main(arguments: Sequence[str] = ()) -> int:
     command.add_argument("file", help="that helion_attn.debug(save=FOLDER) wrote")
     sage = commands.add_parser("sageattention", help="a script that calls SageAttention", description=SAGEATTENTION)
     sage.add_argument("arguments", nargs=argparse.REMAINDER, metavar="-- ARGUMENTS", help="of Python")
+    video = commands.add_parser("compare-video", help="a seed by each preset", description=compare_video.DESCRIPTION)
+    compare_video.add_arguments(video)
     given = parser.parse_args(arguments)
+    if given.command == "compare-video":
+        return compare_video.compare(video, given)
     if given.command == "replay":
         return _replay(command, given.file)
     if given.command == "sageattention":
