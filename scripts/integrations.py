@@ -18,6 +18,7 @@ from helion_attn.integrations.flash_attn_arguments import VARLEN_RULES as VARLEN
 from helion_attn.integrations.fused.fuse_diffusers import FUSED
 from helion_attn.integrations.fused.fuse_transformers import KINDS
 from helion_attn.integrations.rules import table
+from helion_attn.integrations.sageattention import RULES as SAGEATTENTION
 from helion_attn.integrations.sdpa import RULES as SDPA
 from helion_attn.integrations.transformers import RULES as TRANSFORMERS
 from helion_attn.integrations.transformers_models import INTERFACE, TABLE, has_own_attention
@@ -28,6 +29,7 @@ TABLES = {
     "flash_attn": FLASH_ATTN,
     "flash_attn_varlen": VARLEN,
     "flash_attn_kvcache": KVCACHE,
+    "sageattention": SAGEATTENTION,
     "sdpa": SDPA,
     "transformers": TRANSFORMERS,
     "diffusers": DIFFUSERS,

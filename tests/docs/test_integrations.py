@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import helion_attn as ha
+from helion_attn.testing import relative_error
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
 
@@ -32,7 +33,7 @@ def run_example(title: str, other: dict[str, str] | None = None) -> dict[str, An
 def test_every_section_has_an_example() -> None:
     sections = re.findall(r"^## (.*)$", PAGE.read_text(), flags=re.MULTILINE)
     assert [*dict(EXAMPLES), "tritonbench"] == sections
-    assert len(sections) == 11
+    assert len(sections) == 12
 
 
 def test_flash_attn() -> None:
@@ -84,6 +85,13 @@ def test_serving_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     names["serve"]({0: (prompt, 1, 200), 1: (prompt, 1, 200)})
     names["serve"]({0: ([*prompt[:50]], 1, 200), 1: (prompt, 2, 100)})
     assert sorted([*free, *{*shared.values()}]) == list(range(8)), "a page is lost, or had twice"
+
+
+def test_sageattention() -> None:
+    names = run_example("SageAttention")
+    exact = ha.reference.attention(*(names[x] for x in "qkv"), layout="bshd", causal=True)
+    assert relative_error(names["out"], exact) < 0.06
+    assert names["lse"].shape == (1, 2, 100)
 
 
 def test_sdpa() -> None:
