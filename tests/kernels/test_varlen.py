@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import helion_attn as ha
+from devtools.sm90 import fake_cuda
 from helion_attn.configs import Q_FIELDS
 from helion_attn.integrations.flash_attn_arguments import VARLEN_RULES
 from helion_attn.numerics import E4M3_MAX, RECENTRED_KEYS
@@ -21,6 +22,7 @@ from helion_attn.testing import relative_error
 from helion_attn.varlen import varlen_problem
 from helpers.cases import GIVEN, PRESETS, Tensors
 from helpers.memory import nan_filled_memory
+from helpers.offline import compilations
 from helpers.recorder import Recorder
 from helpers.refused import refused
 from helpers.sequences import assert_right, attention_varlen, make_varlen_case, packed_qkv, run, tables
@@ -59,6 +61,47 @@ def test_batches(name: str, causal: bool, device: str, poisoned: Callable[[], Ab
     case = make_varlen_case(packed_qkv(batch, device), cu, causal=causal)
     with poisoned():
         assert_right(case, cu)
+
+
+#: What a specialisation of the kernels may be, on one batch; the fuzz has every recipe.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "d64": {"D": 64, "causal": True},
+    "d96": {"D": 96},
+    "d128": {"D": 128, "causal": True},
+    "d256": {"D": 256},
+    "d256_causal": {"D": 256, "causal": True},
+    "d80_v48": {"D": 80, "D_v": 48},
+    "d192_v128": {"D": 192, "D_v": 128, "causal": True},
+    "mha": {"H": 3, "H_kv": 3},
+    "gqa": {"H": 4, "H_kv": 2, "causal": True},
+    "scale": {"sm_scale": 0.4},
+    "window": {"window": (30, 10)},
+    "window_causal": {"window": (50, -1), "causal": True},
+    "window_left": {"window": (140, -1)},
+    "window_right": {"window": (-1, 5)},
+    "softcap": {"softcap": 2.0, "sm_scale": 0.5, "recipe": ha.ACCURATE},
+    "sinks": {"sinks": [0.5, float("-inf")], "causal": True},
+    "sinks_full": {"sinks": [2.0, 30.0], "recipe": ha.ACCURATE},
+    "everything": {"window": (60, 3), "softcap": 2.0, "sinks": [0.5, -1.0], "recipe": ha.ACCURATE},
+    "fp16": {"dtype": torch.float16},
+    "fp32": {"dtype": torch.float32, "recipe": ha.ACCURATE, "causal": True},
+    "outlier": {"kind": "outlier"},
+}
+
+#: All kinds of sequences, for `OPTIONS`.
+MIXED = [(0, 12), (70, 150), (30, 0), (1, 140), (100, 60), (0, 0)]
+
+
+@pytest.mark.thorough(but=12)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name: str, device: str) -> None:
+    options = dict(OPTIONS[name])
+    if "sinks" in options:
+        options["sinks"] = torch.tensor(options["sinks"], device=device)
+    inputs: dict[str, Any] = {"H": 2, "H_kv": 1}
+    inputs |= {key: options.pop(key) for key in ("D", "D_v", "H", "H_kv", "dtype", "kind") if key in options}
+    cu = tables(MIXED, device)
+    assert_right(make_varlen_case(packed_qkv(MIXED, device, **inputs), cu, **options), cu)
 
 
 def sequence(b: int, qkv: Tensors, batch: list[tuple[int, int]]) -> Tensors:
@@ -103,6 +146,31 @@ def test_a_sequence_does_not_depend_on_its_neighbours(recipe: ha.Recipe, device:
         out = attention_varlen(*hit, *cu, recipe=recipe)
         assert torch.equal(out[others], clean[others])
         assert out[10 if i == 0 else rows].isnan().all()
+
+
+def test_strided_inputs(device: str) -> None:
+    batch = [(70, 70), (3, 3), (130, 130)]
+    cu = tables(batch, device)
+    qkv = torch.randn(203, 3, 4, 48, generator=torch.Generator().manual_seed(0)).bfloat16().to(device)
+    expected = attention_varlen(*(x.contiguous() for x in qkv.unbind(1)), *cu, causal=True)
+    assert torch.equal(attention_varlen(*qkv.unbind(1), *cu, causal=True), expected)
+    for view in (
+        lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+        lambda x: torch.cat((x, x[..., :3]), 2)[..., :48],
+        lambda x: x.repeat_interleave(2, 0)[::2],
+    ):
+        q, k, v = (view(x) for x in qkv.unbind(1))
+        assert not q.is_contiguous()
+        assert torch.equal(attention_varlen(q, k, v, *cu, causal=True), expected)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
+def test_out_dtype(out_dtype: torch.dtype, device: str) -> None:
+    cu = tables(BATCHES["ragged"], device)
+    case = make_varlen_case(packed_qkv(BATCHES["ragged"], device), cu)
+    out, _ = run(case, cu, out_dtype)
+    assert out.dtype == out_dtype
+    case.assert_within_budget(out)
 
 
 @pytest.mark.parametrize("recipe", [ha.BALANCED, ha.ACCURATE], ids=["balanced", "accurate"])
@@ -279,6 +347,36 @@ def test_cu_seqlens_off_by_one_exceed_the_budget(which: int, device: str) -> Non
         case.assert_within_budget(run(case, cu)[0])
 
 
+def test_window_and_causality_off_by_one_exceed_the_budget(device: str) -> None:
+    batch = [(20, 30), (6, 15)]
+    qkv, cu = packed_qkv(batch, device), tables(batch, device)
+    case = make_varlen_case(qkv, cu, window=(4, 3))
+    assert_right(case, cu)
+    for window in ((5, 3), (4, 2)):
+        with pytest.raises(AssertionError, match="budget"):
+            case.assert_within_budget(attention_varlen(*qkv, *cu, window=window))
+
+
+def test_two_runs_are_equal(device: str) -> None:
+    qkv, cu = packed_qkv(MIXED, device), tables(MIXED, device)
+    first, second = (attention_varlen(*qkv, *cu, causal=True, return_lse=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.thorough
+def test_lengths_and_batches_are_data() -> None:
+    """Two compilations of a kernel at most: Helion tells 1 from other sizes."""
+    rng = random.Random(0)
+    with compilations() as seen:
+        for B in (2, 17, 500):
+            M, N = rng.randint(1, 20000), rng.randint(1, 20000)
+            q, k, v = (fake_cuda(S, H, 64, dtype=torch.bfloat16) for S, H in ((M, 4), (N, 2), (N, 2)))
+            cu = (fake_cuda(B + 1, dtype=torch.int32) for _ in range(2))
+            attention_varlen(q, k, v, *cu, causal=True)
+    assert len(seen.by_kernel()) == 6
+    assert max(seen.by_kernel().values()) <= 2, seen.by_kernel()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Arguments
 # ---------------------------------------------------------------------------------------------------------------------
@@ -298,6 +396,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "rank": ({"k": zeros(1, 5, 2, 32)}, ValueError, r"k has shape \(1, 5, 2, 32\); it must have 3 dimensions"),
     "dtype": ({"q": zeros(5, 4, 32, dtype=torch.float64)}, TypeError, "q has dtype torch.float64"),
     "e4m3": ({"q": zeros(5, 4, 32).to(torch.float8_e4m3fn)}, TypeError, "q has dtype torch.float8_e4m3fn"),
+    "mixed": ({"v": zeros(5, 2, 32, dtype=torch.float16)}, TypeError, "v has dtype torch.float16 and q has"),
     "no_head": ({"q": zeros(5, 0, 32)}, ValueError, r"q has shape \(5, 0, 32\); every dimension but the first"),
     "heads": ({"q": zeros(5, 3, 32)}, ValueError, "q has 3 heads and k has 2; q's must be a multiple"),
     "kv_heads": ({"v": zeros(5, 1, 32)}, ValueError, "v has 1 heads and k has 2"),
@@ -326,6 +425,9 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "recipe": ({"recipe": "quick"}, ValueError, "recipe is 'quick'"),
     "k_scales": ({"recipe": GIVEN}, ValueError, "recipe has k_scales='head'.*; to quantise it must be 'block'"),
     "causal": ({"causal": 2}, TypeError, "causal is 2"),
+    "return_lse": ({"return_lse": None}, TypeError, "return_lse is None"),
+    "sm_scale": ({"sm_scale": -1.0}, ValueError, "sm_scale is -1"),
+    "window": ({"window": (-2, 0)}, ValueError, "window is"),
     "softcap": ({"softcap": 0.0}, ValueError, "softcap is 0.0"),
     "sinks": ({"sinks": torch.zeros(3)}, ValueError, r"sinks has shape \(3,\)"),
     "out_dtype": ({"out_dtype": torch.int8}, TypeError, "out_dtype is torch.int8"),
@@ -348,6 +450,37 @@ def test_bad_arguments_raise(name: str) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # flash_attn_varlen_func
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_signature() -> None:
+    parameters = inspect.signature(ha.flash_attn_varlen_func).parameters
+    positional = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert positional == FLASH_ATTN_3
+    of_flash_attn_2 = ["dropout_p", "alibi_slopes", "block_table", "return_softmax_lse"]
+    assert [name for name in parameters if name not in positional] == [*of_flash_attn_2, "recipe"]
+
+
+FLASH_OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "default": ({}, {}),
+    "scale": ({"softmax_scale": 0.3}, {"sm_scale": 0.3}),
+    "causal": ({"causal": True}, {"causal": True}),
+    "window": ({"window_size": (9, 5)}, {"window": (9, 5)}),
+    "softcap": ({"softcap": 1.5, "softmax_scale": 0.5}, {"softcap": 1.5, "sm_scale": 0.5}),
+}
+
+
+@pytest.mark.parametrize("name", FLASH_OPTIONS)
+def test_flash_attn_against_the_oracle(name: str, device: str) -> None:
+    given, meant = FLASH_OPTIONS[name]
+    batch = [(37, 70), (20, 40)]
+    qkv, cu = packed_qkv(batch, device, kind="randn"), tables(batch, device)
+    out, lse = flash_attn_varlen_func(*qkv, *cu, 37, 70, return_attn_probs=True, **given)
+    assert lse.shape == (4, 57)
+    assert out.dtype == torch.bfloat16
+    assert relative_error(out, ha.reference.attention_varlen(*qkv, *cu, **meant)[0]) < 0.07
+    for _, other in FLASH_OPTIONS.values():
+        if other != meant:
+            assert relative_error(out, ha.reference.attention_varlen(*qkv, *cu, **other)[0]) > 0.1
 
 
 def test_flash_attn_is_attention_varlen(device: str) -> None:
@@ -401,6 +534,40 @@ def test_opcheck(recipe: ha.Recipe, device: str, poisoned: Callable[[], Abstract
     # Blocks of no sequence are not written; filled, they are the same in both of opcheck's runs.
     with poisoned():
         torch.library.opcheck(*recorder.calls["helion_attn::fp8_attn_varlen"], test_utils=checks)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_torch_compile(dynamic: bool, device: str) -> None:
+    """In one graph, which other lengths of as many tokens do not change."""
+    torch._dynamo.reset()
+    batch, other = [(37, 70), (0, 9), (20, 40)], [(30, 9), (17, 30), (10, 80)]
+    qkv = packed_qkv(batch, device)
+    graphs = 0
+
+    def count(module: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
+        nonlocal graphs
+        graphs += 1
+        return module.forward
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor) -> Any:
+        return flash_attn_varlen_func(q * 2, k, v, cu_q, cu_k, 37, 80, causal=True, return_attn_probs=True)
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=dynamic, backend=count)
+    for sizes in (batch, other):
+        cu = tables(sizes, device)
+        for actual, expected in zip(compiled(*qkv, *cu), attend(*qkv, *cu), strict=True):
+            assert torch.equal(
+                actual,
+                expected,
+            )
+    assert graphs == 1
+
+
+def test_autocast_changes_nothing(device: str) -> None:
+    qkv, cu = packed_qkv(BATCHES["ragged"], device), tables(BATCHES["ragged"], device)
+    expected = attention_varlen(*qkv, *cu, recipe=ha.ACCURATE)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        assert torch.equal(attention_varlen(*qkv, *cu, recipe=ha.ACCURATE), expected)
 
 
 @pytest.mark.gpu

@@ -9,11 +9,16 @@ import pytest
 import torch
 
 import helion_attn as ha
+from helion_attn.numerics import MAX_BITS_D
+from helion_attn.reference.shapes import hide_future_keys
+from helion_attn.testing import relative_error
 from helpers.cases import GIVEN, PLAIN, Tensors
 from helpers.packing import unpack_descales, unpack_values
 
 E4M3 = torch.float8_e4m3fn
 B, H, H_KV = 2, 4, 2
+
+CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 
 #: Shapes that a descale may have; None is a plain number.
 Q_SHAPES: dict[str, Any] = {
@@ -57,7 +62,6 @@ def multiplied(x8: torch.Tensor, descale: float | torch.Tensor) -> torch.Tensor:
     return x8.float() * descale
 
 
-@pytest.mark.thorough(but=9)
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize(
     ("q_shape", "k_shape", "v_shape"),
@@ -100,6 +104,24 @@ def test_every_e4m3_value_survives(device: str) -> None:
         assert value[:, :, :16, :16][~finite].isnan().all(), name
 
 
+@CAUSAL
+@pytest.mark.parametrize("D", [48, 64, 128, 192, 256])
+def test_attention(D: int, causal: bool, device: str) -> None:
+    qkv = e4m3_qkv(device, D=D)
+    descales = make_descale((B, H, 70), device), make_descale((B, H_KV), device), make_descale((B, H_KV, D), device)
+    packed = ha.pack(*qkv, q_descale=descales[0], k_descale=descales[1], v_descale=descales[2], dtype=torch.float16)
+    out, lse = ha.attention_quantized(packed, causal=causal, return_lse=True)
+    assert out.dtype == torch.float16
+    q, k, v = (multiplied(x8, descale) for x8, descale in zip(qkv, descales, strict=True))
+    oracle, oracle_lse = ha.reference.attention(q, k, v, causal=causal, return_lse=True)
+    # Only P is rounded: by at most 2**-4, unbiased, and averaged over keys.
+    assert relative_error(out, oracle) < 2**-5
+    # A tensor core keeps about 14 bits of a score's sum. A sum of up to 70 P whose bits are a line of the score, each
+    # off by some 3%, is off by .5%, and its logarithm, some 5, by 2**-10.
+    budget = 1e-5 + (2.0**-14 if device == "cuda" else 0.0) + (2.0**-10 if D <= MAX_BITS_D else 0.0)
+    assert relative_error(lse, oracle_lse) < budget
+
+
 def test_what_quantize_packs_packs_the_same(device: str) -> None:
     generator = torch.Generator(device).manual_seed(0)
     q, k, v = (torch.randn(1, 2, 70, 64, device=device, generator=generator) for _ in range(3))
@@ -111,6 +133,39 @@ def test_what_quantize_packs_packs_the_same(device: str) -> None:
     values = (x[:, :, :70, :64].to(E4M3) for x in unpack_values(quantized).values())
     packed = ha.pack(*values, **descales, dtype=torch.float32)
     assert torch.equal(ha.attention_quantized(packed), ha.attention_quantized(quantized))
+
+
+def rounded_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    """bf16 PyTorch operations, with P rounded to e4m3."""
+    group = q.size(1) // k.size(1)
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    s = q @ (k * q.size(3) ** -0.5).mT
+    if causal:
+        s = hide_future_keys(s)
+    p = torch.softmax(s, 3).nan_to_num(0.0)  # rows without a key
+    return p.to(E4M3).to(p.dtype) @ v
+
+
+@pytest.mark.thorough(but=4)
+@pytest.mark.parametrize(("H_kv", "causal"), [(6, False), (2, True), (1, False), (1, True)])
+@pytest.mark.parametrize(("M", "N", "D"), [(64, 128, 64), (113, 203, 128), (108, 256, 256)])
+def test_criterion_of_flash_attention_3(M: int, N: int, D: int, H_kv: int, causal: bool, device: str) -> None:
+    """Its tests' inputs, and bound: max|out - ref| <= 2 max|out_pt - ref| + atol."""
+    q8, k8, v8 = e4m3_qkv(device, M, N, D, H_kv, heads=6)
+    generator = torch.Generator(device).manual_seed(2)
+    q_descale, k_descale, v_descale = (torch.rand(B, H_kv, device=device, generator=generator) * 2 for _ in range(3))
+    q, k, v = multiplied(q8, q_descale), multiplied(k8, k_descale), multiplied(v8, v_descale)
+    ref = ha.reference.attention(q, k, v, causal=causal).bfloat16()
+    atol = 2 * (ref + 0.3 - 0.3 - ref).abs().max()
+    out_pt = rounded_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), causal)
+    packed = ha.pack(q8, k8, v8, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    out = ha.attention_quantized(packed, causal=causal)
+    bound = 2 * (out_pt - ref).abs().max() + atol
+    assert (out - ref).abs().max() <= bound
+    assert (torch.zeros_like(out) - ref).abs().max() > bound
+    # Descales of another head do not pass.
+    wrong = ha.pack(q8, k8, v8, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale.roll(1))
+    assert (ha.attention_quantized(wrong, causal=causal) - ref).abs().max() > bound
 
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {

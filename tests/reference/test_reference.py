@@ -29,6 +29,18 @@ def sdpa(
     return torch.nn.functional.scaled_dot_product_attention(q64, k64, v64, attn_mask=mask, scale=scale)
 
 
+@pytest.mark.parametrize("kind", ["randn", "outlier", "sink", "biased_v"])
+def test_full(kind: str, device: str) -> None:
+    q, k, v = make_qkv(kind, 2, 3, 3, 33, 70, 40, device=device)
+    assert relative_error(reference.attention(q, k, v), sdpa(q, k, v)) < FP64_NOISE
+
+
+def test_causal_square_matches_is_causal(device: str) -> None:
+    q, k, v = (x.double() for x in make_qkv("randn", 2, 2, 2, 65, 65, 32, device=device))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert relative_error(reference.attention(q, k, v, causal=True), expected) < FP64_NOISE
+
+
 @pytest.mark.parametrize(("M", "N"), [(1, 50), (20, 50), (49, 50), (50, 50)])
 def test_causal_is_bottom_right(M: int, N: int, device: str) -> None:
     q, k, v = make_qkv("randn", 1, 2, 2, M, N, 32, device=device)
@@ -40,6 +52,20 @@ def test_causal_is_bottom_right(M: int, N: int, device: str) -> None:
 def test_gqa(H_kv: int, device: str) -> None:
     q, k, v = make_qkv("randn", 2, 6, H_kv, 33, 50, 32, device=device)
     assert relative_error(reference.attention(q, k, v), sdpa(q, k, v)) < FP64_NOISE
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.01, 3.0])
+def test_sm_scale(scale: float, device: str) -> None:
+    q, k, v = make_qkv("randn", 1, 2, 2, 33, 50, 32, device=device)
+    assert relative_error(reference.attention(q, k, v, sm_scale=scale), sdpa(q, k, v, scale=scale)) < FP64_NOISE
+
+
+def test_value_head_dim_differs(device: str) -> None:
+    q, k, _ = make_qkv("randn", 1, 2, 2, 33, 50, 32, device=device)
+    _, _, v = make_qkv("randn", 1, 2, 2, 33, 50, 48, device=device)
+    out = reference.attention(q, k, v)
+    assert out.shape == (1, 2, 33, 48)
+    assert relative_error(out, sdpa(q, k, v)) < FP64_NOISE
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -139,6 +165,15 @@ def test_hadamard_changes_no_product(D: int, device: str) -> None:
     assert relative_error(q_rotated @ inverse, q.double()) < FP64_NOISE
 
 
+def test_hadamard_spreads_an_outlier_over_its_block() -> None:
+    x = torch.zeros(96)
+    x[40] = 8
+    rotated = reference.hadamard(x)
+    assert torch.all(rotated[32:64].abs() == 8 * 32**-0.5)
+    assert torch.all(rotated[:32] == 0)
+    assert torch.all(rotated[64:] == 0)
+
+
 @pytest.mark.parametrize("D", [16, 17, 18, 64, 100, 256])
 def test_reflection_entry_by_entry(D: int) -> None:
     """Half of a group's sum less: 1/2 on the diagonal, -1/2 beside it; the last D % 4 channels stay."""
@@ -150,6 +185,25 @@ def test_reflection_entry_by_entry(D: int) -> None:
     assert torch.equal(reference.reflect(torch.eye(D)), expected)
     assert torch.equal(expected @ expected, torch.eye(D, dtype=torch.float64))
     assert torch.equal(expected, expected.mT)
+
+
+def test_reflection_spreads_an_outlier_and_keeps_what_is_common() -> None:
+    x = torch.zeros(3, 16)
+    x[0, 6] = 8
+    x[1] = 8
+    x[2, 4:8] = torch.tensor([8.0, -8, 8, -8])
+    out = reference.reflect(x)
+    assert out.dtype == torch.float64
+    assert out[0, 4:8].tolist() == [-4, -4, 4, -4]
+    assert torch.count_nonzero(out[0]) == 4
+    assert torch.equal(out[1:].abs(), x[1:].double().abs())
+
+
+def test_hadamard_seeds() -> None:
+    assert torch.equal(reference.hadamard_matrix(64), reference.hadamard_matrix(64, 0))
+    assert not torch.equal(reference.hadamard_matrix(64, 1), reference.hadamard_matrix(64, 2))
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(reference.hadamard(x), x.double() @ reference.hadamard_matrix(64, 0))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -223,6 +277,15 @@ def test_rope_outside_the_table_is_nan_in_its_row() -> None:
     out = reference.apply_rope(x, angle.cos(), angle.sin(), False, positions)
     assert torch.equal(out.isnan().all(3), ((positions < 0) | (positions > 29)).expand(1, 2, 5))
     assert torch.equal(out.isnan().any(3), out.isnan().all(3))
+
+
+def test_rope_takes_16_bit_tables() -> None:
+    x, _, _ = make_qkv("randn", 1, 2, 2, 5, 5, 32)
+    angle = rope_angles(5, 32)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+        out = reference.apply_rope(x, cos, sin)
+        assert torch.equal(out, reference.apply_rope(x, cos.double(), sin.double()))
 
 
 def test_rope_errors() -> None:
