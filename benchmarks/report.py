@@ -45,6 +45,7 @@ from benchmarks import (
     splits,
     startup,
     steps,
+    training,
     tritonbench,
     varlen,
 )
@@ -88,6 +89,7 @@ CHECKS: dict[str, tuple[Callable[[Loaded], list[Check]], ...]] = {
         decode.checks,
         language_model.checks,
     ),
+    "Training": (training.checks,),
     "Several GPUs": (distributed.checks,),
     "Start-up and host time": (startup.checks, host.checks),
 }
@@ -109,6 +111,7 @@ CHECKED_FILES = (
         "split",
     ),
     *("decode", "language_model", "model_channels", "startup", "host", "distributed", "auto", "steps", "norms"),
+    "training",
 )
 
 

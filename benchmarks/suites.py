@@ -28,6 +28,7 @@ from benchmarks import (
     splits,
     startup,
     steps,
+    training,
     varlen,
 )
 from benchmarks.lib.suite import Suite
@@ -62,4 +63,5 @@ SUITES: dict[str, Suite] = {
     "preprocess": preprocess.SUITE,
     "stages": preprocess.STAGES,
     "norms": norms.SUITE,
+    "training": training.SUITE,
 }

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from typing_extensions import Unpack
 
-from helion_attn import auto, ops, plans
+from helion_attn import auto, backward, ops, plans
 from helion_attn.configs import packing
 from helion_attn.masks.blocks import as_block_mask
 from helion_attn.names import reject_unknown_kwargs
@@ -48,6 +48,7 @@ from helion_attn.validate.dense import (
     check_recipe_dims,
     check_splits,
 )
+from helion_attn.validate.derivatives import needs_gradient
 from helion_attn.validate.packed import check_quantized
 
 if TYPE_CHECKING:
@@ -390,10 +391,10 @@ def dense_problem(
 ) -> DenseArgs:
     """The arguments of `attention`, checked, as its operation takes them."""
     recipe = as_recipe(recipe)
-    check_quantize(q, k, v, recipe, layout, rope, q_norm, k_norm)
+    check_quantize(q, k, v, recipe, layout, rope, q_norm, k_norm, differentiable=True)
     H = q.size(1 if layout == "bhsd" else 2)
     given = ScoreOptions(**scores)
-    check_options(given, return_lse, out_dtype, H, q.device)
+    check_options(given, return_lse, out_dtype, H, q.device, differentiable=True)
     if num_splits is not None:
         check_splits(num_splits, k.size(2 if layout == "bhsd" else 1), q.size(3), v.size(3), recipe)
     softmax = given.resolved(q.size(3))
@@ -503,12 +504,15 @@ def attention(
             has alone. At most one run a block of keys; 1 with head dims that `fp8_attn_fwd_large_d` takes.
 
     Returns:
-        out, shaped as q with D_v for D, and lse if asked for.
+        out, shaped as q with D_v for D, and lse if asked for. Both have gradients of q, k, v, sinks and norms' weights,
+        where these require grad: Q, K and V are then kept in 8 bits, norms and RoPE are PyTorch's, and the backward
+        pass is a 16-bit kernel's on the dequantised tensors (docs/training.md). `helion_attn.explain` names it.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is accepted.
         NotImplementedError: neither a CUDA device of compute capability 9.0 nor the CPU.
-        RuntimeError: an input requires grad, in grad mode, or has a tangent.
+        RuntimeError: an input has a tangent, requires grad inside of `torch.func` or `torch.vmap`, or is a table or a
+            mask that requires grad; a gradient is differentiated.
 
     Example:
         q, k, v = torch.randn(3, 1, 2, 100, 64, dtype=torch.bfloat16)  # [B, H, S, D]
@@ -524,10 +528,12 @@ def attention(
     }  # fmt: skip
 
     def problem() -> tuple[Any, DenseArgs]:
-        if not is_auto(recipe):
-            return ops.attention_dense, dense_problem(q, k, v, **options, **of_tensors)
-        asked = dense_problem(q, k, v, **{**options, "recipe": BALANCED}, **of_tensors)
-        return auto.pytorch_call(asked, options | of_tensors) or ops.attention_dense, asked
+        chooses = is_auto(recipe)
+        asked = dense_problem(q, k, v, **(options | {"recipe": BALANCED} if chooses else options), **of_tensors)
+        if chooses and (pytorch := auto.pytorch_call(asked, options | of_tensors)) is not None:
+            return pytorch, asked
+        learned = needs_gradient(q, k, v, asked.softmax.sinks, asked.norm.q_weight, asked.norm.k_weight)
+        return backward.attention_with_gradients if learned else ops.attention_dense, asked
 
     more, rest = split_tensors(**of_tensors)
     out, lse = plans.run("attention", (q, k, v, *more), (*options.values(), *rest), problem)

@@ -20,6 +20,7 @@ from helion_attn.problem import DenseArgs
 from helion_attn.reference.rope import apply_rope
 from helion_attn.reference.shapes import hide_keys_of_rows, to_bhsd
 from helion_attn.types import BF16, PRESETS, Recipe, preset_name
+from helion_attn.validate.dense import check_no_gradients
 
 #: The recipes beside the one that was asked for, the fastest first: all presets with 8-bit numbers.
 COMPARED = {name: preset for name, preset in PRESETS.items() if preset is not BF16}
@@ -113,6 +114,7 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Unpack[M
         print(ha.check(q, k, v, causal=True))
     """
     problem = dense_problem(q, k, v, **options)
+    check_no_gradients(q, k, v, options)
     recipe, layout = problem.recipe, options.get("layout", "bhsd")
     sample = _Sample(problem, as_block_mask(options.get("block_mask")))
     reference, rounded, everything = sample.attention()

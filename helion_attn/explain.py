@@ -11,6 +11,8 @@ from typing_extensions import Unpack
 
 from helion_attn import auto, ops, plans
 from helion_attn.api import attention, dense_problem, split_tensors
+from helion_attn.backward.dense import backward_kernel, dense_training
+from helion_attn.backward.prologue import without_prologue
 from helion_attn.compiler.passes.expected import expected_passes
 from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.configs import LargeTileConfig, TileConfig
@@ -19,7 +21,8 @@ from helion_attn.ops.choose import choose, reasons, shape_of_dense
 from helion_attn.options import CallOptions
 from helion_attn.plans import Plan
 from helion_attn.types import BALANCED, BlockMask, RMSNorm, Rope, is_auto
-from helion_attn.validate.dense import check_is_norm
+from helion_attn.validate.dense import check_is_norm, check_no_gradients
+from helion_attn.validate.derivatives import needs_gradient
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
@@ -48,6 +51,8 @@ class Explanation:
         lists_keys: whether a block mask says which key blocks a row block visits.
         shares_tiles: whether the query heads of a KV head share tiles.
         heads_at_once: heads whose longest rows begin together, so that the GPU does not run dry at the end.
+        backward: where an input requires grad, the kernel of the backward pass, and why that; of CPU tensors, what an
+            H200 would take. None where there is no such pass, or it is PyTorch's.
         reasons: why not others, a sentence each.
     """
 
@@ -64,6 +69,7 @@ class Explanation:
     lists_keys: bool
     shares_tiles: bool
     heads_at_once: int
+    backward: str | None
     reasons: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -86,6 +92,8 @@ class Explanation:
             f"  queries: {'quantised by the kernel' if self.quantises_q else 'packed before'}",
             f"  launches before attention: {', '.join(before) or 'none'}",
         ]
+        if self.backward is not None:
+            lines.append(f"  backward: {self.backward}")
         if self.passes:
             lines += [f"  pass {outcome}" for outcome in self.passes]
         else:
@@ -128,15 +136,19 @@ def explain(
         chosen = (auto.reason(problem, asked, where),)
         if auto.pytorch_call(problem, asked) is not None:
             return _of_pytorch(where, chosen)
+    operation, backward = ops.attention_dense, None
+    if needs_gradient(q, k, v, problem.softmax.sinks, problem.norm.q_weight, problem.norm.k_weight):
+        problem = without_prologue(problem)
+        operation, backward = dense_training, str(backward_kernel(problem))
     shape = shape_of_dense(problem)
-    choice = choose(shape, count, problem)
-    made = ops.attention_dense.plan(problem, count)
+    choice = choose(shape, count, problem if backward is None else None)
+    made = operation.plan(problem, count)
     names = tuple(launch.kernel.name for launch in made.launches)
     kernel = None
     if q.is_cuda:
         from helion_attn.compiler import triton_hook
 
-        made.run(ops.attention_dense.tensors(problem))
+        made.run(operation.tensors(problem))
         kernel = dict(zip(names, made.compiled(), strict=False)).get(choice.kernel)
     two_level = shape.recipe.is_two_level(choice.tile.two_level)
     return Explanation(
@@ -153,6 +165,7 @@ def explain(
         lists_keys=shape.block_sparse,
         shares_tiles=choice.pack_gqa,
         heads_at_once=choice.head_group,
+        backward=backward,
         reasons=(*chosen, *reasons(shape, choice, count, device)),
     )
 
@@ -172,6 +185,7 @@ def _of_pytorch(device: str, reasons: tuple[str, ...]) -> Explanation:
         lists_keys=False,
         shares_tiles=False,
         heads_at_once=1,
+        backward=None,
         reasons=reasons,
     )
 
@@ -287,5 +301,6 @@ def plan(
         out = plan(q, k, v)
     """
     problem = dense_problem(q, k, v, return_lse=return_lse, **options)
+    check_no_gradients(q, k, v, options)
     _, key = _given(q, k, v, options)
     return AttentionPlan(ops.attention_dense.plan(problem), key, return_lse, _texts(q, k, v, options))

@@ -7,13 +7,14 @@ from typing import Any, Literal, overload
 import torch
 from typing_extensions import Unpack
 
-from helion_attn import ops, plans
+from helion_attn import backward, ops, plans
 from helion_attn.api import split_tensors
 from helion_attn.names import reject_unknown_kwargs
 from helion_attn.options import ScoreKwargs, ScoreOptions, VarlenOptions
 from helion_attn.problem import VarlenArgs
 from helion_attn.types import BALANCED, Recipe, RecipeName, as_recipe
 from helion_attn.validate.dense import check_options, check_recipe
+from helion_attn.validate.derivatives import needs_gradient
 from helion_attn.validate.varlen import check_varlen
 
 
@@ -31,10 +32,10 @@ def varlen_problem(
 ) -> VarlenArgs:
     """The arguments of `attention_varlen`, checked, as its operation takes them."""
     recipe = as_recipe(recipe)
-    check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, differentiable=True)
     check_recipe(recipe, q.size(2), v.size(2))
     given = ScoreOptions(**scores)
-    check_options(given, return_lse, out_dtype, q.size(1), q.device)
+    check_options(given, return_lse, out_dtype, q.size(1), q.device, differentiable=True)
     softmax = given.resolved(q.size(2))
     return VarlenArgs(
         q=q,
@@ -125,13 +126,14 @@ def attention_varlen(
         out_dtype: bf16, fp16, fp32 or float8_e4m3fn; q's by default.
 
     Returns:
-        out [tokens, H, D_v], and fp32 lse [H, tokens], natural log, if asked for.
+        out [tokens, H, D_v], and fp32 lse [H, tokens], natural log, if asked for; with gradients as `attention` has
+        them. Tokens of no sequence have gradients of 0.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is accepted.
         NotImplementedError: a head dim that only `attention` has; neither a CUDA device of compute capability 9.0
             nor the CPU.
-        RuntimeError: an input requires grad, in grad mode, or has a tangent.
+        RuntimeError: as `attention`.
 
     Example:
         q, k, v = torch.randn(3, 50, 2, 64, dtype=torch.bfloat16)
@@ -146,7 +148,9 @@ def attention_varlen(
     given = q, k, v, cu_seqlens_q, cu_seqlens_k
 
     def problem() -> tuple[Any, VarlenArgs]:
-        return ops.attention_varlen, varlen_problem(*given, sinks=sinks, **options)
+        asked = varlen_problem(*given, sinks=sinks, **options)
+        learned = needs_gradient(q, k, v, asked.softmax.sinks)
+        return backward.attention_varlen_with_gradients if learned else ops.attention_varlen, asked
 
     more, rest = split_tensors(sinks=sinks)
     out, lse = plans.run("attention_varlen", (*given, *more), (*options.values(), *rest), problem)

@@ -266,6 +266,25 @@ def test_elsewhere_it_raises() -> None:
 # --- what else a call is --------------------------------------------------------------------------
 
 
+def test_errors_do_not_depend_on_the_length(device: str) -> None:
+    for S in (FROM - 1, FROM):
+        q, k, v = make_qkv("randn", 1, 2, 2, S, S, 64, device=device)
+        for _ in range(2):
+            assert ha.attention(q, k, v, recipe="auto").isfinite().all()  # kept now
+        learned = q.clone().requires_grad_()
+        ha.attention(learned, k, v, recipe="auto").sum().backward()
+        assert learned.grad is not None
+        assert learned.grad.isfinite().all()
+        with torch.no_grad():
+            assert ha.attention(q.clone().requires_grad_(), k, v, recipe="auto").isfinite().all()
+        with pytest.raises(RuntimeError, match="q has a tangent"):
+            torch.func.jvp(lambda x, k=k, v=v: ha.attention(x, k, v, recipe="auto"), (q,), (q,))
+        with pytest.raises(ValueError, match="k has head dim 32 and q has 64"):
+            ha.attention(q, k[..., :32], v, recipe="auto")
+        with pytest.raises(TypeError, match="sm_scale is a list"):
+            ha.attention(q, k, v, sm_scale=[1], recipe="auto")  # type: ignore[call-overload]
+
+
 def test_an_option_without_a_hash_is_refused_in_words(device: str) -> None:
     q, k, v = make_qkv("randn", 1, 2, 2, 20, 20, 64, device=device)
     refused: Any = [1.0]

@@ -28,6 +28,7 @@ FLOORS = (
     "debugging report check explain",
     "distributed",
     "api varlen kv_cache pages transforms auto",
+    "backward",
     "reference",
     "masks",
     "ops",

@@ -193,7 +193,7 @@ def flash_attn_func(
     Raises:
         NotImplementedError: an argument that is not supported, see docs/integrations.md; an unsupported device.
         TypeError, ValueError: naming the argument, its value and what is accepted.
-        RuntimeError: an input requires grad, in grad mode, or has a tangent.
+        RuntimeError: as `helion_attn.attention`; e4m3 tensors or descales require grad.
 
     Example:
         q, k, v = torch.randn(3, 1, 100, 2, 64, dtype=torch.bfloat16)  # [B, S, H, D]
@@ -283,7 +283,7 @@ def flash_attn_varlen_func(
     Raises:
         NotImplementedError: an argument that is not supported, see docs/integrations.md; an unsupported device.
         TypeError, ValueError: naming the argument, its value and what is accepted.
-        RuntimeError: an input requires grad, in grad mode, or has a tangent.
+        RuntimeError: as `helion_attn.attention_varlen`.
 
     Example:
         q, k, v = torch.randn(3, 50, 2, 64, dtype=torch.bfloat16)

@@ -33,7 +33,7 @@ def checked_inputs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return query, key and value as autocast has them, checked: packed sequences would not know batches apart."""
     q, k, v = autocast_inputs(query, key, value)
-    check_qkv(q, k, v, layout, names=NAMES)
+    check_qkv(q, k, v, layout, names=NAMES, differentiable=True)
     return q, k, v
 
 

@@ -300,7 +300,7 @@ def attention_forward(
         layer, key, value = new[0].layer, new[0].states, new[1].states
     query, key, value = autocast_inputs(query, key, value)
     (B, H, M, _D), N = query.shape, key.size(2) + (0 if layer is None else layer.tokens)
-    check_sinks(s_aux, H, query.device, "s_aux")
+    check_sinks(s_aux, H, query.device, "s_aux", differentiable=True)
     left = earlier_keys(sliding_window, N)
     if isinstance(attention_mask, torch.Tensor):
         # It says all: causality, and the window.
@@ -310,7 +310,7 @@ def attention_forward(
                 f"alone; here attention_mask is a mask of shape {tuple(attention_mask.shape)}"
             )
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        check_qkv(q, k, v, "bshd", names=NAMES)
+        check_qkv(q, k, v, "bshd", names=NAMES, differentiable=True)
         visible = read_mask(attention_mask, B, H, M, N, "helion_attn: attention_mask", lowest_hides=True)
         if not visible.whole:
             check_visible("helion_attn", visible, q, v, recipe, "attention_mask")

@@ -132,7 +132,7 @@ class Operation(Generic[Arguments]):
             planned: whether all that `launch` does can be planned; PyTorch's own operations cannot.
             call: the call of a public function that it is; None for what such a call does among others.
         """
-        self._name, self._structure = name, Structure(arguments)
+        self.name, self._structure = name, Structure(arguments)
         if unknown := {*mutates} - {*self._structure.paths}:
             raise ValueError(f"{name} mutates {sorted(unknown)}; its arguments are {self._structure.paths}")
         declared = []
@@ -154,7 +154,7 @@ class Operation(Generic[Arguments]):
         """Run the plan of what comes through PyTorch's dispatcher."""
         tensors = [x for x in values if isinstance(x, torch.Tensor)]
         rest = [None if isinstance(x, torch.Tensor) else tuple(x) if isinstance(x, list) else x for x in values]
-        key = (self._name, *plans.layouts(tensors), *[x is None for x in values], *rest)
+        key = (self.name, *plans.layouts(tensors), *[x is None for x in values], *rest)
         found = plans.lookup(key)
         if found is None:
             arguments = self._structure.build(values)
@@ -187,6 +187,10 @@ class Operation(Generic[Arguments]):
         """Return the tensors that a plan of `arguments` runs on."""
         return [x for x in self._structure.flat(arguments) if isinstance(x, torch.Tensor)]
 
+    def values(self, arguments: Arguments) -> tuple[Any, ...]:
+        """Return the arguments in the order of the schema."""
+        return self._structure.flat(arguments)
+
     def __call__(self, arguments: Arguments) -> Any:
         """Run it through PyTorch's dispatcher."""
-        return getattr(torch.ops.helion_attn, self._name)(*self._structure.flat(arguments))
+        return getattr(torch.ops.helion_attn, self.name)(*self.values(arguments))

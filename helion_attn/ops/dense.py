@@ -9,15 +9,13 @@ from helion_attn.ops.attention import Outputs, attend, empty_out_and_lse
 from helion_attn.ops.choose import choose, shape_of_dense
 from helion_attn.ops.declare import Operation
 from helion_attn.problem import AttentionArgs, DenseArgs
+from helion_attn.types import PackedTensors
 
 
-def _launch(a: DenseArgs) -> Outputs:
-    from helion_attn.kernels.lib.query import Query
-    from helion_attn.preprocess.quantize import quantize_qkv
-
-    choice = choose(shape_of_dense(a), sm_count(a.q), a)
-    packed = AttentionArgs(
-        packed=quantize_qkv(a, packs_q=not choice.quantises_q),
+def attention_args(a: DenseArgs, packed: PackedTensors) -> AttentionArgs:
+    """Return what attends to its packed tensors."""
+    return AttentionArgs(
+        packed=packed,
         m_len=a.q.size(2),
         n_len=a.k.size(2),
         d=a.q.size(3),
@@ -29,6 +27,14 @@ def _launch(a: DenseArgs) -> Outputs:
         num_splits=a.num_splits,
         block_mask=a.block_mask,
     )
+
+
+def _launch(a: DenseArgs) -> Outputs:
+    from helion_attn.kernels.lib.query import Query
+    from helion_attn.preprocess.quantize import quantize_qkv
+
+    choice = choose(shape_of_dense(a), sm_count(a.q), a)
+    packed = attention_args(a, quantize_qkv(a, packs_q=not choice.quantises_q))
     return attend(packed, choice, Query(a.q, a.rope) if choice.quantises_q else None)
 
 

@@ -31,6 +31,12 @@ def of_packed(a: AttentionArgs) -> int:
     return _products(B * H * a.m_len * a.n_len, a.d, a.d_v)
 
 
+def of_backward(a: AttentionArgs) -> int:
+    """Count FLOPs of the backward pass: three products of head dim D, and two of D_v."""
+    B, H = a.packed.q_descale.shape[:2]
+    return 2 * B * H * a.m_len * a.n_len * (3 * a.d + 2 * a.d_v)
+
+
 def of_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
     """Count FLOPs of attention on unquantised tensors, BHSD."""
     B, H, M, D = q.shape

@@ -7,7 +7,7 @@ import torch
 from helion_attn import calls
 from helion_attn.configs import Packing, row_width
 from helion_attn.ops.declare import Operation
-from helion_attn.problem import PackArgs, QuantizeArgs, QuantizeRankArgs
+from helion_attn.problem import DenseArgs, PackArgs, QuantizeArgs, QuantizeRankArgs
 from helion_attn.types import PackedTensors, Recipe
 
 
@@ -66,7 +66,7 @@ def _launch_quantize(a: QuantizeArgs) -> tuple[torch.Tensor, ...]:
     return all_tensors(quantize_qkv(a))
 
 
-def empty_quantized(a: QuantizeArgs | QuantizeRankArgs) -> tuple[torch.Tensor, ...]:
+def empty_quantized(a: DenseArgs | QuantizeArgs | QuantizeRankArgs) -> tuple[torch.Tensor, ...]:
     """The tensors of `PackedTensors`, for all of a sequence or for a rank's part."""
     (B, H, M, _D), (H_kv, N), p = a.q.shape, a.k.shape[1:3], a.packing
     m_blocks, n_blocks = (M + p.bm - 1) // p.bm, (N + p.bn - 1) // p.bn

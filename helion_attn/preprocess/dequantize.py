@@ -6,7 +6,7 @@ import torch
 
 from helion_attn.numerics import REFLECTED_GROUP
 from helion_attn.preprocess.lib.hadamard import hadamard_matrix
-from helion_attn.types import QuantizedQKV
+from helion_attn.types import PackedTensors, QuantizedQKV, Recipe
 
 
 def _unpack_rows(x8: torch.Tensor, descale: torch.Tensor, size: int, D: int) -> torch.Tensor:
@@ -21,6 +21,43 @@ def _reflect(x: torch.Tensor) -> torch.Tensor:
     whole = x.size(-1) // REFLECTED_GROUP * REFLECTED_GROUP
     groups = x[..., :whole].unflatten(-1, (-1, REFLECTED_GROUP))
     return torch.cat([(groups - groups.sum(-1, keepdim=True) / 2).flatten(-2), x[..., whole:]], -1)
+
+
+def unmix(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    """Undo the rotation or reflection of rows of Q or K, fp32 [..., D]."""
+    if recipe.hadamard:
+        x = x @ hadamard_matrix(x.size(-1), recipe.hadamard_seed).to(x.device).T
+    return _reflect(x) if recipe.reflect else x
+
+
+def unpack_v(v8: torch.Tensor) -> torch.Tensor:
+    """Blocks of V as fp32 rows, [heads, blocks, bn, D_v_pad]."""
+    if v8.itemsize > 1:
+        return v8.float()
+    heads, blocks, d_pad, bn = v8.shape
+    # [..., bn / 16, t, a, b] back to [..., bn / 16, a, t, b]
+    interleaved = v8.float().view(heads, blocks, d_pad, bn // 16, 4, 2, 2)
+    return interleaved.transpose(4, 5).reshape(heads, blocks, d_pad, bn).mT.contiguous()
+
+
+def unpack(
+    packed: PackedTensors, M: int, N: int, D: int, D_v: int, recipe: Recipe
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Undo the packed format of dense tensors, but for K's mean.
+
+    Returns:
+        fp32 q [B, H, M, D], k [B, H_kv, N, D] less its mean, and v [B, H_kv, N, D_v] with its own.
+    """
+    v8 = unpack_v(packed.v8)
+    v_mean, v_descale = (x[:, :, None, :D_v] for x in (packed.v_mean, packed.v_descale))
+    v = _unpack_rows(v8, torch.ones_like(packed.k_descale[:, :, :1, None]), N, D_v) * v_descale + v_mean
+    q = unmix(_unpack_rows(packed.q8, packed.q_descale, M, D), recipe)
+    k = unmix(_unpack_rows(packed.k8, packed.k_descale.unsqueeze(3), N, D), recipe)
+    if packed.channel_factors is not None:
+        group = packed.q_descale.size(1) // packed.k_descale.size(1)
+        factors = packed.channel_factors[:, :, None, :D]
+        q, k = q / factors.repeat_interleave(group, 1), k * factors
+    return q, k, v
 
 
 def dequantize(qkv: QuantizedQKV) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -45,25 +82,5 @@ def dequantize(qkv: QuantizedQKV) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     """
     if not isinstance(qkv, QuantizedQKV):
         raise TypeError(f"qkv is a {type(qkv).__name__}; it must be a helion_attn.QuantizedQKV")
-    v8 = qkv.v8.float()
-    if qkv.v8.itemsize == 1:
-        bh, blocks, d_pad, bn = v8.shape
-        # [..., bn / 16, t, a, b] back to [..., bn / 16, a, t, b]
-        interleaved = v8.view(bh, blocks, d_pad, bn // 16, 4, 2, 2)
-        v8 = interleaved.transpose(4, 5).reshape(bh, blocks, d_pad, bn).mT.contiguous()
-    v_means, v_descale = (x[:, :, None, : qkv.D_v] for x in (qkv.v_mean, qkv.v_descale))
-    v = _unpack_rows(v8, torch.ones_like(qkv.k_descale[:, :, :1, None]), qkv.N, qkv.D_v) * v_descale + v_means
-    q = _unpack_rows(qkv.q8, qkv.q_descale, qkv.M, qkv.D)
-    k = _unpack_rows(qkv.k8, qkv.k_descale.unsqueeze(3), qkv.N, qkv.D)
-    if qkv.recipe.hadamard:
-        inverse = hadamard_matrix(qkv.D, qkv.recipe.hadamard_seed).to(q.device).T
-        q, k = q @ inverse, k @ inverse
-    if qkv.recipe.reflect:
-        q, k = _reflect(q), _reflect(k)
-    if qkv.channel_factors is not None:
-        group = qkv.q_descale.size(1) // qkv.k_descale.size(1)
-        factors = qkv.channel_factors[:, :, None, : qkv.D]
-        q, k = q / factors.repeat_interleave(group, 1), k * factors
-    if qkv.k_mean is not None:
-        k = k + qkv.k_mean[:, :, None, : qkv.D]
-    return q, k, v
+    q, k, v = unpack(qkv, qkv.M, qkv.N, qkv.D, qkv.D_v, qkv.recipe)
+    return q, k if qkv.k_mean is None else k + qkv.k_mean[:, :, None, : qkv.D], v

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 import torch
@@ -25,7 +25,7 @@ from helion_attn.names import OTHER_LAYOUTS
 from helion_attn.numerics import MAX_SEED
 from helion_attn.options import ScoreOptions
 from helion_attn.types import Layout, Recipe, RMSNorm, Rope, as_recipe, check_quantises
-from helion_attn.validate.derivatives import has_tangent, requires_grad
+from helion_attn.validate.derivatives import has_tangent, is_forward_mode, is_inside_functorch, requires_grad
 from helion_attn.validate.values import check_position_values, check_rope_positions
 
 IN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -166,8 +166,8 @@ def check_is_norm(name: str, norm: RMSNorm | None) -> None:
         raise TypeError(f"{name} is {described(norm)}; it must be None or a helion_attn.RMSNorm")
 
 
-def check_norm(name: str, norm: RMSNorm | None, of: str, x: torch.Tensor) -> None:
-    """None, or an `RMSNorm` for x [B, heads, S, D], which the caller calls `of`."""
+def check_norm(name: str, norm: RMSNorm | None, of: str, x: torch.Tensor, differentiable: bool = False) -> None:
+    """None, or an `RMSNorm` for x [B, heads, S, D], called `of`; `differentiable`: it may require grad."""
     check_is_norm(name, norm)
     if norm is None:
         return
@@ -185,7 +185,7 @@ def check_norm(name: str, norm: RMSNorm | None, of: str, x: torch.Tensor) -> Non
         raise ValueError(
             f"{name}.weight has strides {weight.stride()} on {weight.device}; it must be contiguous, on {x.device}"
         )
-    check_no_grad(f"{name}.weight", weight)
+    check_derivatives(f"{name}.weight", weight, differentiable)
     if not isinstance(eps, (int, float)) or isinstance(eps, bool):
         raise TypeError(f"{name}.eps is a {type(eps).__name__}; it must be a float")
     if not MIN_EPS <= eps <= MAX_EPS:
@@ -286,21 +286,45 @@ def check_is_tensor(name: str, x: object) -> None:
         raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
 
 
-def check_no_grad(name: str, x: torch.Tensor) -> None:
-    """Nobody waits for a derivative of it, in reverse or forward mode."""
+def check_derivatives(name: str, x: torch.Tensor, differentiable: bool) -> None:
+    """Nobody waits for a derivative of it but, if `differentiable`, for a gradient of torch.autograd."""
     if torch.is_grad_enabled() and requires_grad(x):
-        raise RuntimeError(
-            f"{name} requires grad; helion_attn has no backward pass: call it in torch.no_grad() or detach {name}"
-        )
-    if has_tangent(x):
+        if not differentiable:
+            raise RuntimeError(
+                f"{name} requires grad; helion_attn has no backward pass of this, but of attention and "
+                f"attention_varlen: call it in torch.no_grad() or detach {name}"
+            )
+        if is_inside_functorch():
+            raise RuntimeError(
+                f"{name} requires grad inside of torch.func.grad or torch.vmap, of which helion_attn has no backward "
+                f"pass: use torch.autograd, or detach {name}"
+            )
+    if is_forward_mode() and has_tangent(x):
         raise RuntimeError(
             f"{name} has a tangent, of torch.func.jvp, torch.func.jacfwd or torch.autograd.forward_ad; helion_attn has "
             f"no derivative: detach {name}"
         )
 
 
+def check_no_grad(name: str, x: torch.Tensor) -> None:
+    """Nobody waits for a derivative of it, in reverse or forward mode."""
+    check_derivatives(name, x, differentiable=False)
+
+
+def check_no_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Mapping[str, Any]) -> None:
+    """None of `attention`'s arguments requires grad: what takes them computes no gradient."""
+    norms = {f"{name}.weight": getattr(options.get(name), "weight", None) for name in ("q_norm", "k_norm")}
+    for name, x in {"q": q, "k": k, "v": v, "sinks": options.get("sinks"), **norms}.items():
+        if isinstance(x, torch.Tensor):
+            check_no_grad(name, x)
+
+
 def check_tensors(
-    tensors: dict[str, torch.Tensor], axes: str, dtypes: tuple[torch.dtype, ...] = IN_DTYPES, may_be_empty: bool = False
+    tensors: dict[str, torch.Tensor],
+    axes: str,
+    dtypes: tuple[torch.dtype, ...] = IN_DTYPES,
+    may_be_empty: bool = False,
+    differentiable: bool = False,
 ) -> None:
     """Types, ranks, dtypes, devices and strides, by argument; dtype and device are those of the first.
 
@@ -309,6 +333,7 @@ def check_tensors(
         axes: "[...]", their names.
         dtypes: accepted.
         may_be_empty: the first dimension may be 0.
+        differentiable: they may require grad.
     """
     ndim = axes.count(",") + 1
     first_name, first = next(iter(tensors.items()))
@@ -345,15 +370,21 @@ def check_tensors(
                 f"{name} is float32 with strides {x.stride()}; the last must be 1 and the others multiples of 4 "
                 f"(bfloat16 and float16 tensors may have any)"
             )
-        check_no_grad(name, x)
+        check_derivatives(name, x, differentiable)
     check_device(first_name, first)
 
 
-def check_inputs(tensors: dict[str, torch.Tensor], layout: str, dtypes: tuple[torch.dtype, ...] = IN_DTYPES) -> None:
+def check_inputs(
+    tensors: dict[str, torch.Tensor],
+    layout: str,
+    dtypes: tuple[torch.dtype, ...] = IN_DTYPES,
+    differentiable: bool = False,
+) -> None:
     """`check_tensors` of [B, H, S, D] or [B, S, H, D]."""
     if layout not in LAYOUTS:
         check_layout(layout)
-    check_tensors(tensors, "[B, H, S, D]" if layout == "bhsd" else "[B, S, H, D]", dtypes)
+    axes = "[B, H, S, D]" if layout == "bhsd" else "[B, S, H, D]"
+    check_tensors(tensors, axes, dtypes, differentiable=differentiable)
 
 
 def check_x(x: torch.Tensor, layout: str) -> None:
@@ -369,10 +400,11 @@ def check_qkv(
     layout: str,
     dtypes: tuple[torch.dtype, ...] = IN_DTYPES,
     names: tuple[str, str, str] = ("q", "k", "v"),
+    differentiable: bool = False,
 ) -> None:
     """Types, ranks, dtypes, devices and sizes of Q, K, V in `layout`; `names` are what the caller calls them."""
     q_name, k_name, v_name = names
-    check_inputs({q_name: q, k_name: k, v_name: v}, layout, dtypes)
+    check_inputs({q_name: q, k_name: k, v_name: v}, layout, dtypes, differentiable)
     heads, length = (1, 2) if layout == "bhsd" else (2, 1)
     B, D, H, H_kv = q.size(0), q.size(3), q.size(heads), k.size(heads)
     check_head_dim(f"{q_name} has head dim", D)
@@ -448,16 +480,17 @@ def check_quantize(
     rope: Rope | None,
     q_norm: RMSNorm | None,
     k_norm: RMSNorm | None,
+    differentiable: bool = False,
 ) -> None:
-    """The arguments of `quantize`."""
-    check_qkv(q, k, v, layout)
+    """The arguments of `quantize`, or with gradients, if `differentiable`, those of `attention` that it has too."""
+    check_qkv(q, k, v, layout, differentiable=differentiable)
     check_recipe(recipe, q.size(3), v.size(3))
     if layout == "bshd":
         q, k = q.transpose(1, 2), k.transpose(1, 2)
     if q_norm is not None:
-        check_norm("q_norm", q_norm, "q", q)
+        check_norm("q_norm", q_norm, "q", q, differentiable)
     if k_norm is not None:
-        check_norm("k_norm", k_norm, "k", k)
+        check_norm("k_norm", k_norm, "k", k, differentiable)
     if rope is not None:
         check_rope(rope, q, k)
 
@@ -511,8 +544,14 @@ def check_softcap(softcap: float | None, no_cap: float | None = None) -> None:
         raise ValueError(f"softcap is {softcap}; it must be {no_cap}, for no cap, or lie in 2**-40..2**23")
 
 
-def check_sinks(sinks: torch.Tensor | None, H: int, device: torch.device, name: str = "sinks") -> None:
-    """None, or one logit a query head."""
+def check_sinks(
+    sinks: torch.Tensor | None,
+    H: int,
+    device: torch.device,
+    name: str = "sinks",
+    differentiable: bool = False,
+) -> None:
+    """None, or one logit a query head; with a gradient if `differentiable`."""
     if sinks is None:
         return
     if not isinstance(sinks, torch.Tensor):
@@ -523,7 +562,7 @@ def check_sinks(sinks: torch.Tensor | None, H: int, device: torch.device, name: 
         raise ValueError(f"{name} has shape {tuple(sinks.shape)}; it must be ({H},), one logit a query head")
     if sinks.device != device:
         raise ValueError(f"{name} is on {sinks.device} and q on {device}; they must be on the same device")
-    check_no_grad(name, sinks)
+    check_derivatives(name, sinks, differentiable)
 
 
 #: Checks of options of scores that are given.
@@ -541,6 +580,7 @@ def check_options(
     H: int,
     device: torch.device,
     out_dtypes: tuple[torch.dtype, ...] = OUT_DTYPES,
+    differentiable: bool = False,
 ) -> None:
     """What every attention is told besides its tensors, which have H query heads on `device`."""
     check_flag(scores.causal, "causal")
@@ -549,7 +589,7 @@ def check_options(
         if (value := getattr(scores, name)) is not None:
             check(value)
     if scores.sinks is not None:
-        check_sinks(scores.sinks, H, device)
+        check_sinks(scores.sinks, H, device, differentiable=differentiable)
     if out_dtype is not None and out_dtype not in out_dtypes:
         raise TypeError(f"out_dtype is {out_dtype}; it must be one of {_names(out_dtypes)}")
 

@@ -15,10 +15,24 @@ def requires_grad(x: torch.Tensor) -> bool:
     return requires_grad(_functorch.get_unwrapped(x))
 
 
+def needs_gradient(*tensors: torch.Tensor | None) -> bool:
+    """Whether somebody waits for the gradient of one of them."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def is_inside_functorch() -> bool:
+    """Whether `torch.func` or `torch.vmap` runs the caller: their tensors have no place in torch.autograd's graph."""
+    return not torch.compiler.is_compiling() and _functorch.peek_interpreter_stack() is not None
+
+
+def is_forward_mode() -> bool:
+    """Whether tensors may have tangents: inside `torch.func.jvp`, `jacfwd`, and levels of `forward_ad`."""
+    return forward_ad._current_level >= 0  # PyTorch's own count, which costs nothing to read
+
+
 def has_tangent(x: torch.Tensor) -> bool:
     """Whether a tensor has a tangent, at any of the levels that `torch.func` wrapped it for."""
-    # PyTorch's own count, which costs nothing to read.
-    if forward_ad._current_level < 0:
+    if not is_forward_mode():
         return False
     level = _functorch.peek_interpreter_stack()
     if level is None:

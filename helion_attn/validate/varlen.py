@@ -21,12 +21,15 @@ def check_varlen(
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     is_part: bool = False,
+    differentiable: bool = False,
 ) -> None:
     """Q, K and V [tokens, heads, head dim], and all of `cu_seqlens` but their values.
 
     Inside `debug` also these, unless `is_part`: `cu_seqlens` are of more tokens than these.
     """
-    check_tensors({"q": q, "k": k, "v": v}, "[tokens, heads, head dim]", may_be_empty=True)
+    check_tensors(
+        {"q": q, "k": k, "v": v}, "[tokens, heads, head dim]", may_be_empty=True, differentiable=differentiable
+    )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not MIN_D <= x.size(2) <= MAX_VARLEN_D:
             raise NotImplementedError(

@@ -126,7 +126,6 @@ BAD: dict[str, tuple[Callable[[Qkv], tuple[Any, ...]], dict[str, Any], type[Exce
     "heads": (lambda qkv: (qkv[0], qkv[1][:, :1], qkv[2][:, :1]), {}, ValueError, "enable_gqa"),
     "head_dim": (lambda qkv: tuple(x[..., :8] for x in qkv), {}, ValueError, "head dim"),
     "meta": (lambda qkv: tuple(x.to("meta") for x in qkv), {}, NotImplementedError, "meta"),
-    "grad": (lambda qkv: (qkv[0].clone().requires_grad_(), *qkv[1:]), {}, RuntimeError, "query requires grad"),
     "keys_of_other_batch": (
         lambda qkv: (qkv[0], *(x.expand(2, -1, -1, -1) for x in qkv[1:])),
         {},
@@ -167,9 +166,8 @@ def test_refusals_name_the_fallback(device: str) -> None:
     for call in (
         lambda: ha.scaled_dot_product_attention(q, k, v, dropout_p=0.5),
         lambda: ha.scaled_dot_product_attention(q[..., :8], k[..., :8], v[..., :8]),
-        lambda: ha.scaled_dot_product_attention(q.clone().requires_grad_(), k, v),
     ):
-        with pytest.raises((NotImplementedError, ValueError, RuntimeError), match='or pass fallback="warn", which'):
+        with pytest.raises((NotImplementedError, ValueError), match='or pass fallback="warn", which'):
             call()
 
 
@@ -492,13 +490,22 @@ def test_what_pytorch_can_run_falls_back(case: str, device: str, monkeypatch: py
         assert call[name] is value if isinstance(value, torch.Tensor) else call[name] == value, name
 
 
-def test_gradients_go_to_pytorch(device: str) -> None:
+def test_gradients_are_those_of_attention(device: str) -> None:
+    """Also with a mask of padding, which becomes packed sequences, and under autocast."""
+    padding = (torch.arange(24, device=device) < 20)[None, None, None]
+    for mask, keys in ((None, 24), (padding, 20)):
+        q, k, v = (x.detach().requires_grad_() for x in qkv_on(device))
+        out = ha.scaled_dot_product_attention(q, k, v, mask)
+        found = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+        out = ha.attention(q, k[:, :, :keys], v[:, :, :keys])
+        expected = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+        for x, y in zip(found, expected, strict=True):
+            assert relative_error(x, y) < 0.02
     q, k, v = (x.float().requires_grad_() for x in qkv_on(device))
-    ha.scaled_dot_product_attention(q, k, v, fallback="silent").sum().backward()
-    assert v.grad is not None
-    with torch.no_grad():
-        out = ha.scaled_dot_product_attention(q, k, v, fallback="silent")
-        assert torch.equal(out, ha.attention(q, k, v))
+    with torch.autocast(device, torch.bfloat16), ha.sdpa():
+        out = F.scaled_dot_product_attention(q, k, v)
+    assert out.dtype == torch.bfloat16
+    assert all(x.dtype == torch.float32 for x in torch.autograd.grad(out.sum(), (q, k, v)))
 
 
 def test_masks_that_learn(device: str) -> None:

@@ -431,7 +431,6 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "softcap": ({"softcap": 0.0}, ValueError, "softcap is 0.0"),
     "sinks": ({"sinks": torch.zeros(3)}, ValueError, r"sinks has shape \(3,\)"),
     "out_dtype": ({"out_dtype": torch.int8}, TypeError, "out_dtype is torch.int8"),
-    "grad": ({"q": zeros(5, 4, 32).requires_grad_()}, RuntimeError, "q requires grad"),
     "fp32_strides": (
         {name: zeros(5, 2, 64, dtype=torch.float32)[..., ::2] for name in "qkv"},
         ValueError,

@@ -93,6 +93,10 @@ def test_every_op_is_recorded(device: str) -> None:
         decode(*kv_on(device))
         ha.attention_varlen(*varlen_on(device))
         over_ranks(device)
+        q, k, v = (x.requires_grad_() for x in qkv_on(device))
+        ha.attention(q, k, v).sum().backward()
+        q, k, v, *ends = varlen_on(device)
+        ha.attention_varlen(q.requires_grad_(), k, v, *ends).sum().backward()
     registered = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("helion_attn::")]
     assert sorted(recorder.calls) == sorted(registered)
 

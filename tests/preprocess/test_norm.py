@@ -206,7 +206,6 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "rank": (ha.RMSNorm(weight(4, 32)), ValueError, r"q_norm.weight has shape \(4, 32\); it must be \(32,\)"),
     "strided": (ha.RMSNorm(weight(32, 2)[:, 0]), ValueError, r"q_norm.weight has strides \(2,\) on cpu; it must be"),
     "device": (ha.RMSNorm(weight(32).to("meta")), ValueError, r"q_norm.weight has strides .* on meta; .* on cpu"),
-    "grad": (ha.RMSNorm(weight(32).requires_grad_()), RuntimeError, r"q_norm.weight requires grad"),
     "eps_type": (ha.RMSNorm(weight(32), None), TypeError, r"q_norm.eps is a NoneType; it must be a float"),  # type: ignore[arg-type]
     "eps_bool": (ha.RMSNorm(weight(32), True), TypeError, r"q_norm.eps is a bool; it must be a float"),
     "no_eps": (ha.RMSNorm(weight(32), 0.0), ValueError, r"q_norm.eps is 0.0; it must lie in 1e-12..1"),
@@ -226,6 +225,12 @@ def test_bad_norms(what: str, layout: Any) -> None:
         with pytest.raises(error, match=message) as raised:
             call(q, k, k, q_norm=norm, layout=layout)
         assert type(raised.value) is error
+
+
+def test_quantising_has_no_gradient_of_a_weight() -> None:
+    q, k = torch.zeros(1, 4, 5, 32), torch.zeros(1, 2, 7, 32)
+    with pytest.raises(RuntimeError, match=r"q_norm.weight requires grad"):
+        ha.quantize(q, k, k, q_norm=ha.RMSNorm(weight(32).requires_grad_()))
 
 
 def test_norm_of_k_counts_its_own_heads() -> None:

@@ -1,4 +1,4 @@
-"""Every public function refuses tensors of which somebody waits for a derivative, in reverse or forward mode."""
+"""Every public function refuses tensors of which somebody waits for a derivative that it has not."""
 
 from __future__ import annotations
 
@@ -95,10 +95,45 @@ def test_a_tangent_raises(name: str) -> None:
             differentiated(X)
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if name not in ("sdpa", "check")])
+#: Those that have gradients, and the operation that they run then.
+TRAINING = {
+    "attention": "dense",
+    "attention_varlen": "varlen",
+    "flash_attn_func": "dense",
+    "flash_attn_kvpacked_func": "dense",
+    "flash_attn_qkvpacked_func": "dense",
+    "flash_attn_varlen_func": "varlen",
+    "flash_attn_varlen_kvpacked_func": "varlen",
+    "flash_attn_varlen_qkvpacked_func": "varlen",
+    "scaled_dot_product_attention": "dense",
+    "sdpa": "dense",
+}
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in TRAINING])
 def test_a_gradient_raises(name: str) -> None:
     with pytest.raises(RuntimeError, match="requires grad; helion_attn has no backward pass"):
         CALLS[name](X.clone().requires_grad_())
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_a_gradient_takes_the_operation_of_training(name: str) -> None:
+    with pytest.raises(Launched, match=f"fp8_attn_{TRAINING[name]}_training"):
+        CALLS[name](X.clone().requires_grad_())
+    with torch.no_grad(), pytest.raises(Launched, match=f"fp8_attn_{TRAINING[name]}$"):
+        CALLS[name](X.clone().requires_grad_())
+
+
+def test_plans_have_no_gradient() -> None:
+    with pytest.raises(RuntimeError, match="q requires grad; helion_attn has no backward pass"):
+        ha.plan(X.clone().requires_grad_(), X, X)
+    with pytest.raises(RuntimeError, match="sinks requires grad; helion_attn has no backward pass"):
+        ha.plan(X, X, X, sinks=torch.zeros(2).requires_grad_())
+
+
+def test_an_output_of_8_bits_has_no_gradient() -> None:
+    with pytest.raises(TypeError, match=r"out_dtype is torch\.float8_e4m3fn; where an input requires grad it must be"):
+        ha.attention(X.clone().requires_grad_(), X, X, out_dtype=torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize("recipe", ["balanced", "auto"])
@@ -109,7 +144,7 @@ def test_a_gradient_raises_inside_of_vmap(recipe: Any) -> None:
         return torch.vmap(lambda one: ha.attention(one, X, X, recipe=recipe))(x[None]).sum()
 
     for differentiated in (torch.func.grad(call), torch.func.jacrev(call), lambda x: call(x.requires_grad_())):
-        with pytest.raises(RuntimeError, match="q requires grad; helion_attn has no backward pass"):
+        with pytest.raises(RuntimeError, match=r"q requires grad inside of torch\.func\.grad or torch\.vmap"):
             differentiated(X.clone())
 
 

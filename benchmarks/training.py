@@ -1,0 +1,269 @@
+"""Benchmarks both passes of attention next to PyTorch's, the memory held between them, and errors of gradients.
+
+    python benchmarks/attention.py --suite training
+
+Q, K and V are bf16 [B, H, S, D], 16k tokens x hidden 2048 or one sequence, and require grad. PyTorch's attention is
+`scaled_dot_product_attention` as it chooses ("sdpa_bf16"), cuDNN's and flash attention's. Errors are of 1,024 tokens
+against fp64 on the bf16 tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import helion_attn as ha
+from benchmarks.lib.checks import Check
+from benchmarks.lib.harness import Loaded, Results, Row, result_row, time_interleaved
+from benchmarks.lib.problem import dry_workload, workload
+from benchmarks.lib.recipes import DEFAULT, RECIPES
+from benchmarks.lib.suite import Block, Options, Suite, progress
+from benchmarks.lib.tables import Table, mask, number, rows_of, values_of
+from devtools.inputs import make_qkv
+from devtools.workloads import BENCH_HIDDEN, BENCH_TOKENS, Workload
+from helion_attn.api import dense_problem
+from helion_attn.backward import dense
+from helion_attn.testing import relative_error
+
+LENGTHS = (2048, 4096, 8192, 16384, 32768)
+
+#: The one of a quick run, at which dequantising is timed alone.
+MIDDLE = 16384
+
+#: Wan 2.1 1.3B at 81 frames of 480p: heads, tokens, head dim.
+WAN = (12, 75600, 128)
+
+#: Largest windows' left edge, of a causal call.
+WINDOW = 4096
+
+#: Kinds of inputs whose gradients are compared, and the most that dQ and dK, and dV, may be off with BALANCED.
+ERRORS = {
+    "randn": (0.033, 0.013),
+    "outlier": (0.065, 0.065),
+    "wide": (0.065, 0.065),
+    "biased_v": (0.065, 0.065),
+    "k3x30": (0.065, 0.065),
+    "k_channels": (0.065, 0.065),
+}
+
+Attend = Callable[..., torch.Tensor]
+
+
+def pytorch(backend: SDPBackend | None) -> Attend:
+    """PyTorch's attention, of one backend or as it chooses."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+        if backend is None:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    return attend
+
+
+def ours(recipe: str, **options: Any) -> Attend:
+    """This package's attention."""
+    return lambda q, k, v, causal: ha.attention(q, k, v, causal=causal, recipe=RECIPES[recipe], **options)
+
+
+def contenders(device: torch.device) -> dict[tuple[str, str | None], Attend]:
+    """What is measured, by impl and recipe."""
+    found: dict[tuple[str, str | None], Attend] = {
+        ("helion_attn", recipe): ours(recipe) for recipe in (DEFAULT, "fast")
+    }
+    found["sdpa_bf16", None] = pytorch(None)
+    if device.type == "cuda":
+        found["cudnn_bf16", None] = pytorch(SDPBackend.CUDNN_ATTENTION)
+        found["flash_bf16", None] = pytorch(SDPBackend.FLASH_ATTENTION)
+    return found
+
+
+def step(attend: Attend, qkv: list[torch.Tensor], d_out: torch.Tensor, causal: bool) -> None:
+    """A forward and a backward pass."""
+    torch.autograd.grad(attend(*qkv, causal), qkv, d_out)
+
+
+def bytes_held(attend: Attend, qkv: list[torch.Tensor], causal: bool) -> int:
+    """What autograd keeps after the forward pass, the output included; of tensors that nothing else holds."""
+    kept: dict[int, int] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out = attend(*qkv, causal)
+    kept[out.untyped_storage().data_ptr()] = out.untyped_storage().nbytes()
+    return sum(kept.values())
+
+
+def measure_cell(w: Workload, options: Options, results: Results, fs: dict[tuple[str, str | None], Attend]) -> None:
+    """Time all of one shape, forward and both passes; what cannot run has no row."""
+    q, k, v = make_qkv("randn", w.B, w.H, w.H_kv, w.M, w.N, w.D, device=options.device)
+    qkv, d_out = [x.requires_grad_() for x in (q, k, v)], torch.randn_like(q)
+    held: dict[tuple[str, str | None], int] = {}
+    timed: dict[tuple[str, str | None, str], Callable[[], object]] = {}
+    for key, attend in fs.items():
+        try:
+            held[key] = bytes_held(attend, qkv, w.causal)
+            step(attend, qkv, d_out, w.causal)
+        except RuntimeError as error:
+            print(f"{key[0]} {w.name}: {str(error).splitlines()[0][:120]}")
+            continue
+        timed[(*key, "both")] = functools.partial(step, attend, qkv, d_out, w.causal)
+        timed[(*key, "forward")] = functools.partial(attend, *qkv, w.causal)
+    ms = time_interleaved(
+        timed, options.device, options.repeats if w.N < BENCH_TOKENS else max(3, options.repeats // 2)
+    )
+    for impl, recipe in held:
+        forward, both = (ms[impl, recipe, stage] for stage in ("forward", "both"))
+        for stage, taken in (("forward", forward), ("backward", both - forward), ("both", both)):
+            row = result_row(impl, w, stage, "randn", recipe=recipe, ms=taken)
+            results.add(row | {"tflops": None, "bytes_held": held[impl, recipe]})
+
+
+def dequantising(w: Workload, options: Options) -> Row:
+    """Time of giving the backward kernel its tensors."""
+    q, k, v = make_qkv("randn", w.B, w.H, w.H_kv, w.M, w.N, w.D, device=options.device)
+    a = dense_problem(q, k, v, causal=w.causal)
+    asked = dense._kept(a, dense.dense_training(a))
+    unpack = functools.partial(dense.dequantised, asked.forward, torch.bfloat16)
+    ms = time_interleaved({"dequantise": unpack}, options.device, options.repeats)["dequantise"]
+    return result_row("helion_attn", w, "dequantise", "randn", recipe=DEFAULT, ms=ms) | {"tflops": None}
+
+
+def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, d_out: torch.Tensor, causal: bool) -> list[torch.Tensor]:
+    """dQ, dK and dV in fp64."""
+    given = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    s = given[0] @ given[1].mT * q.size(3) ** -0.5
+    if causal:
+        s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), float("-inf"))
+    return [*torch.autograd.grad(s.softmax(3) @ given[2], given, d_out.double())]
+
+
+def errors(options: Options, results: Results, fs: dict[tuple[str, str | None], Attend]) -> None:
+    """Errors of dQ, dK and dV by kind of input."""
+    on_gpu = options.device.type == "cuda"
+    S = 1024 if on_gpu else 64
+    for kind in ERRORS:
+        for D in options.dims if on_gpu else (64,):
+            for causal in (False, True):
+                w = workload(1, 4 if on_gpu else 1, S, S, D, causal)
+                q, k, v = make_qkv(kind, w.B, w.H, w.H_kv, S, S, D, device=options.device)
+                d_out = torch.randn(q.shape, generator=torch.Generator().manual_seed(0)).to(q)
+                expected = exact(q, k, v, d_out, causal)
+                qkv = [x.requires_grad_() for x in (q, k, v)]
+                for (impl, recipe), attend in fs.items():
+                    try:
+                        found = torch.autograd.grad(attend(*qkv, causal), qkv, d_out)
+                    except RuntimeError:
+                        continue
+                    of = {
+                        f"error_{n}": relative_error(x, y)
+                        for n, x, y in zip(("dq", "dk", "dv"), found, expected, strict=True)
+                    }
+                    results.add(result_row(impl, w, "errors", kind, recipe=recipe) | of)
+
+
+def run(options: Options, results: Results) -> None:
+    """Every shape, a windowed one, a Wan-shaped one, and errors."""
+    fs = contenders(options.device)
+    errors(options, results, fs)
+    if options.device.type != "cuda":
+        measure_cell(dry_workload(64), options, results, fs)
+        return
+    cells = []
+    for D in options.dims:
+        for S in (MIDDLE,) if options.quick else LENGTHS:
+            for causal in (False, True):
+                B = max(1, BENCH_TOKENS // S)
+                cells.append(workload(B, BENCH_HIDDEN // D, S, S, D, causal))
+    if not options.quick:
+        cells.append(workload(1, WAN[0], WAN[1], WAN[1], WAN[2]))
+    for w in progress(cells, "training"):
+        measure_cell(w, options, results, fs)
+        if w.N == MIDDLE:
+            results.add(dequantising(w, options))
+    windowed: dict[tuple[str, str | None], Attend] = {
+        ("helion_attn_window", DEFAULT): ours(DEFAULT, window=(WINDOW, 0))
+    }
+    measure_cell(workload(1, BENCH_HIDDEN // 128, 16384, 16384, 128, True), options, results, windowed)
+
+
+def _cell(loaded: Loaded, impl: str, recipe: str | None, stage: str, **of: Any) -> Row | None:
+    found = rows_of(loaded, "training", impl=impl, recipe=recipe, stage=stage, **of)
+    return found[0] if found else None
+
+
+def _of_cells(loaded: Loaded) -> list[dict[str, Any]]:
+    """Shapes that were timed with BALANCED and PyTorch's own call."""
+    rows = rows_of(loaded, "training", impl="sdpa_bf16", stage="both")
+    return [{name: row[name] for name in ("D", "N", "H", "causal")} for row in rows]
+
+
+def tables(loaded: Loaded) -> list[Table]:
+    """Milliseconds of both passes and memory, and errors."""
+    body = []
+    for of in _of_cells(loaded):
+        line = [str(of["D"]), f"{of['N']:,}", mask(of["causal"])]
+        bf16 = _cell(loaded, "sdpa_bf16", None, "both", **of)
+        for recipe in (DEFAULT, "fast"):
+            row = _cell(loaded, "helion_attn", recipe, "both", **of)
+            line.append("-" if row is None or bf16 is None else number(bf16["ms"] / row["ms"], ".2f"))
+        row = _cell(loaded, "helion_attn", DEFAULT, "both", **of)
+        line.append("-" if row is None or bf16 is None else number(row["bytes_held"] / bf16["bytes_held"], ".2f"))
+        body.append([*line, "-" if bf16 is None else number(bf16["ms"], ".2f")])
+    found = []
+    if body:
+        headers = ["D", "length", "mask", "BALANCED", "FAST", "BALANCED, memory held", "PyTorch, ms"]
+        found.append(Table("Forward and backward: times PyTorch's speed, bf16", headers, body))
+    body = []
+    for kind, D, causal in values_of(rows_of(loaded, "training", stage="errors"), "input", "D", "causal"):
+        for row in rows_of(loaded, "training", stage="errors", input=kind, D=D, causal=causal):
+            name = row["impl"] if row["recipe"] is None else row["recipe"].upper()
+            of_each = (number(row[f"error_{x}"], ".4f") for x in ("dq", "dk", "dv"))
+            body.append([kind, str(D), mask(causal), name, *of_each])
+    if body:
+        headers = ["input", "D", "mask", "attention", "dQ", "dK", "dV"]
+        found.append(Table("Errors of gradients against fp64", headers, body))
+    return found
+
+
+def checks(loaded: Loaded) -> list[Check]:
+    """Errors of BALANCED, and its time beside PyTorch's."""
+    found = []
+    for row in rows_of(loaded, "training", impl="helion_attn", recipe=DEFAULT, stage="errors"):
+        of_scores, of_values = ERRORS[row["input"]]
+        what = f"{row['input']}, D {row['D']}, {mask(row['causal'])}"
+        found.append(Check("error of dQ and dK", what, max(row["error_dq"], row["error_dk"]), of_scores))
+        found.append(Check("error of dV", what, row["error_dv"], of_values))
+    ratios = []
+    for of in _of_cells(loaded):
+        ours_ = _cell(loaded, "helion_attn", DEFAULT, "both", **of)
+        theirs = _cell(loaded, "sdpa_bf16", None, "both", **of)
+        if ours_ is None or theirs is None or of["N"] < 4096 or of["D"] == 256:
+            continue
+        what = f"D {of['D']}, {of['N']}, {mask(of['causal'])}"
+        found.append(Check("forward and backward, time / PyTorch's", what, ours_["ms"] / theirs["ms"], 1 / 0.97))
+        found.append(Check("memory held / bf16's", what, ours_["bytes_held"] / theirs["bytes_held"], 0.65))
+        if of["N"] in (16384, 32768):
+            ratios.append(ours_["ms"] / theirs["ms"])
+    if ratios:
+        mean = statistics.geometric_mean(ratios)
+        found.append(Check("forward and backward, time / PyTorch's", "mean of 16k and 32k", mean, 1 / 1.08))
+    for row in rows_of(loaded, "training", stage="dequantise"):
+        of = {name: row[name] for name in ("D", "N", "H", "causal")}
+        backward = _cell(loaded, "helion_attn", DEFAULT, "backward", **of)
+        if backward is not None:
+            what = f"D {of['D']}, {mask(of['causal'])}"
+            found.append(Check("dequantising / backward", what, row["ms"] / backward["ms"], 0.03))
+    return found
+
+
+SUITE = Suite("training", run, {"training": Block("training", tables)})

@@ -1,0 +1,196 @@
+"""`fp8_attn_dense_training` and its backward pass: dense attention that returns what its gradients need.
+
+The forward pass is that of `fp8_attn_dense`, but that Q is packed at every head dim. The backward pass dequantises Q, K
+and V, so that it recomputes the scores that the forward pass had: with the unquantised tensors, P = exp(S - lse) would
+be of other scores than lse is of. Rounding is straight-through: gradients are those of the dequantised tensors.
+
+K goes without its mean, and lse without `sm_scale * lse_shift`: the softmax sees no constant in the scores of a row,
+and products with a large mean would lose the rest. `terms` says where the mean counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from helion_attn.backward import chunked, kernels
+from helion_attn.backward.autograd import check_out_dtype, differentiate
+from helion_attn.backward.prologue import without_prologue
+from helion_attn.backward.terms import row_sums, sink_probability, sinks_gradient, without_keys
+from helion_attn.compiler.buffers import sm_count
+from helion_attn.compiler.slower import warn_slower
+from helion_attn.masks.blocks import BlockMask
+from helion_attn.ops import flops
+from helion_attn.ops.attention import Outputs, attend, empty_out_and_lse
+from helion_attn.ops.choose import choose, shape_of_dense
+from helion_attn.ops.declare import Operation
+from helion_attn.ops.dense import attention_args
+from helion_attn.ops.quantize import all_tensors, empty_quantized
+from helion_attn.preprocess import dequantize, unpack
+from helion_attn.problem import AttentionArgs, DenseArgs
+from helion_attn.types import PackedTensors, packed_fields
+
+
+class BackwardArgs(NamedTuple):
+    """The backward pass of dense attention.
+
+    Attributes:
+        d_out: gradient of `out`, shaped as it.
+        d_lse: fp32 [B, H, M], gradient of `lse`, or None.
+        out: of the forward pass, in its layout.
+        lse: fp32 [B, H, M].
+        forward: what the attention kernel was asked.
+        dtype: of Q, K and V, and of their gradients.
+    """
+
+    d_out: torch.Tensor
+    d_lse: torch.Tensor | None
+    out: torch.Tensor
+    lse: torch.Tensor
+    forward: AttentionArgs
+    dtype: torch.dtype
+
+
+def _launch(a: DenseArgs) -> tuple[torch.Tensor, ...]:
+    from helion_attn.preprocess.quantize import quantize_qkv
+
+    packed = quantize_qkv(a)
+    return *attend(attention_args(a, packed), choose(shape_of_dense(a), sm_count(a.q))), *all_tensors(packed)
+
+
+def _fake(a: DenseArgs) -> tuple[torch.Tensor, ...]:
+    B, H, M = a.q.shape[:3]
+    out, lse = empty_out_and_lse(a.q, (B, H, M), a.v.size(3), a.bshd, a.out_dtype)
+    return out, lse, *empty_quantized(a)
+
+
+def case_of(a: AttentionArgs, is_cuda: bool, has_lse_gradient: bool) -> kernels.Case:
+    """Return what the choice of a backward kernel depends on."""
+    return kernels.Case(
+        is_cuda=is_cuda,
+        M=a.m_len,
+        N=a.n_len,
+        D=a.d,
+        D_v=a.d_v,
+        softmax=a.softmax,
+        block_sparse=a.block_mask.block_sparse,
+        has_lse_gradient=has_lse_gradient,
+        packed_sequences=False,
+    )
+
+
+def backward_kernel(a: DenseArgs) -> kernels.BackwardKernel:
+    """Return the kernel that a GPU's backward pass takes, where lse has no gradient."""
+    return kernels.choose(
+        kernels.Case(
+            is_cuda=True,
+            M=a.q.size(2),
+            N=a.k.size(2),
+            D=a.q.size(3),
+            D_v=a.v.size(3),
+            softmax=a.softmax,
+            block_sparse=a.block_mask.block_sparse,
+            has_lse_gradient=False,
+            packed_sequences=False,
+        )
+    )
+
+
+def dequantised(f: AttentionArgs, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return q, k and v [B, heads, S, head dim], K without its mean: on a GPU in one pass, where kernels take them."""
+    sizes = f.m_len, f.n_len, f.d, f.d_v, f.recipe
+    if f.packed.q8.is_cuda and unpack.takes(f.packed, f.recipe):
+        return unpack.launch(f.packed, *sizes, dtype, f.bshd)
+    q, k, v = dequantize.unpack(f.packed, *sizes)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def rows_of(x: torch.Tensor, M: int) -> torch.Tensor:
+    """A number for each row, [B, H, M], of those that the packed format has, [B, H, M_blocks, bm]."""
+    return x.flatten(2)[:, :, :M]
+
+
+def laid(x: torch.Tensor, bshd: bool) -> torch.Tensor:
+    """x [B, heads, S, D], which lies in memory as contiguous [B, heads, S, D] or [B, S, heads, D]."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2) if bshd else x.contiguous()
+
+
+def _backward(a: BackwardArgs) -> tuple[torch.Tensor, ...]:
+    f, softmax, packed = a.forward, a.forward.softmax, a.forward.packed
+    kernel = kernels.choose(case_of(f, a.out.is_cuda, a.d_lse is not None))
+    # [B, heads, S, head dim]
+    out, d_out = (x.transpose(1, 2) if f.bshd else x for x in (a.out, a.d_out))
+    dtype = a.dtype if a.dtype.itemsize == 2 else torch.bfloat16
+    q, k, v = dequantised(f, torch.float32 if kernel.name == "chunked" else dtype)
+    delta = (d_out.float() * out.float()).sum(3)
+    lse, shift = without_keys(a.lse), None
+    if packed.lse_shift is not None:
+        shift = softmax.scale * rows_of(packed.lse_shift, f.m_len)
+        lse = lse if softmax.softcap is not None else lse - shift
+    capped = None
+    if kernel.name == "chunked":
+        if kernel.is_slow:
+            warn_slower(f"a backward pass of helion_attn takes {kernel}")
+        less = delta if a.d_lse is None else delta - a.d_lse
+        visible = visible_scores(f, delta.shape)
+        dq, dk, dv, capped = chunked.run(q, k, v, d_out.float(), less, lse, shift, softmax, visible)
+    else:
+        d_out, q, k, v, out = (laid(x.to(dtype), f.bshd) for x in (d_out, q, k, v, out))
+        run = kernels.flash if kernel.name == "flash" else kernels.cudnn
+        dq, dk, dv = run(d_out, q, k, v, out, lse, softmax)
+    p = sink_probability(softmax.sinks, a.lse)
+    if packed.k_mean is not None and (softmax.sinks is not None or a.d_lse is not None or capped is not None):
+        mean = packed.k_mean[:, :, None, : f.d].repeat_interleave(q.size(1) // k.size(1), 1)
+        dq = dq.float() + softmax.scale * row_sums(delta, p, a.d_lse, capped).unsqueeze(3) * mean
+    d_sinks = a.lse.new_empty(0) if softmax.sinks is None else sinks_gradient(delta, p, a.d_lse)
+    return *(laid(x.to(a.dtype), f.bshd) for x in (dq, dk, dv)), d_sinks
+
+
+def visible_scores(f: AttentionArgs, rows: torch.Size) -> torch.Tensor | None:
+    """What a block mask shows, bool [B, H, M, N]; None without one."""
+    if not f.block_mask.block_sparse:
+        return None
+    mask = BlockMask._of_lists(f.m_len, f.n_len, *f.block_mask)  # type: ignore[arg-type]
+    return mask.to_dense().expand(*rows, -1)
+
+
+def _fake_backward(a: BackwardArgs) -> tuple[torch.Tensor, ...]:
+    f = a.forward
+    (B, H), H_kv = f.packed.q_descale.shape[:2], f.packed.k_descale.size(1)
+    shapes = (B, H, f.m_len, f.d), (B, H_kv, f.n_len, f.d), (B, H_kv, f.n_len, f.d_v)
+    gradients = (laid(a.d_out.new_empty(shape, dtype=a.dtype), f.bshd) for shape in shapes)
+    return *gradients, a.lse.new_empty(0 if f.softmax.sinks is None else H)
+
+
+def _kept(a: DenseArgs, outputs: Sequence[torch.Tensor]) -> BackwardArgs:
+    out, lse, *tensors = outputs
+    packed = PackedTensors(**packed_fields(tensors, a.recipe, a.shift_lse))
+    return BackwardArgs(d_out=out, d_lse=None, out=out, lse=lse, forward=attention_args(a, packed), dtype=a.q.dtype)
+
+
+dense_training = Operation(
+    "fp8_attn_dense_training", DenseArgs, 12, _launch, _fake, flops=lambda a: flops.of_tensors(a.q, a.k, a.v)
+)
+dense_backward = Operation(
+    "fp8_attn_dense_backward",
+    BackwardArgs,
+    4,
+    _backward,
+    _fake_backward,
+    flops=lambda a: flops.of_backward(a.forward),
+    planned=False,
+)
+differentiate(dense_training, DenseArgs, _kept, dense_backward, BackwardArgs, ("q", "k", "v", "softmax.sinks"))
+
+
+def attention_with_gradients(a: DenseArgs) -> Outputs:
+    """`out` and `lse` of attention whose inputs may get gradients.
+
+    Raises:
+        TypeError: the output has 8 bits.
+    """
+    check_out_dtype(a.out_dtype)
+    out, lse, *_ = dense_training(without_prologue(a))
+    return out, lse

@@ -1,0 +1,180 @@
+"""Which kernel runs a backward pass, and calls of PyTorch's own, on whatever output and lse they are given.
+
+All take Q, K and V in 16 bits, K without its mean, and the lse that belongs to these: P = exp(S - lse) is then what the
+forward pass had. PyTorch declares these operators private; they are called where `tests/backward` holds them on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+
+from helion_attn.options import ScoreOptions
+
+#: Largest head dims of PyTorch's flash attention and of cuDNN's backward pass, and what both must be a multiple of.
+FLASH_D, CUDNN_D, STEP_D = 256, 128, 8
+
+
+class Case(NamedTuple):
+    """What the choice of a backward kernel depends on.
+
+    Attributes:
+        is_cuda: whether a GPU runs it.
+        M: queries.
+        N: keys.
+        D: head dim of Q and K.
+        D_v: of V.
+        softmax: which scores there are.
+        block_sparse: there is a block mask.
+        has_lse_gradient: lse has a gradient too.
+        packed_sequences: M and N are tokens of several sequences.
+    """
+
+    is_cuda: bool
+    M: int
+    N: int
+    D: int
+    D_v: int
+    softmax: ScoreOptions
+    block_sparse: bool
+    has_lse_gradient: bool
+    packed_sequences: bool
+
+
+class BackwardKernel(NamedTuple):
+    """A backward kernel.
+
+    Attributes:
+        name: of it.
+        reason: why no faster one.
+        is_slow: it takes many times as long as a kernel would.
+    """
+
+    name: Literal["cudnn", "flash", "chunked"]
+    reason: str
+    is_slow: bool = False
+
+    def __str__(self) -> str:
+        return f"{DESCRIPTIONS[self.name]}: {self.reason}"
+
+
+DESCRIPTIONS = {
+    "cudnn": "cuDNN's 16-bit kernel, through PyTorch",
+    "flash": "PyTorch's 16-bit flash attention",
+    "chunked": "fp32 products in PyTorch, a run of rows at a time",
+}
+
+
+def why_chunked(case: Case) -> str | None:
+    """Say what no kernel has of a case; None if one has all."""
+    if not case.is_cuda:
+        return "the tensors are on the CPU"
+    if case.softmax.softcap is not None:
+        return "no kernel has a softcap"
+    if case.block_sparse:
+        return "no kernel has a block mask"
+    if case.has_lse_gradient:
+        return "no kernel takes a gradient of lse"
+    if case.D_v != case.D or case.D > FLASH_D or case.D % STEP_D:
+        return f"kernels have D = D_v, a multiple of {STEP_D} up to {FLASH_D}"
+    return None
+
+
+def choose(case: Case) -> BackwardKernel:
+    """Choose the kernel of a backward pass."""
+    if (reason := why_chunked(case)) is not None:
+        return BackwardKernel("chunked", reason, is_slow=case.is_cuda)
+    softmax = case.softmax
+    if case.packed_sequences:
+        return BackwardKernel("flash", "the sequences are packed")
+    if softmax.left >= 0 or softmax.right > 0:
+        return BackwardKernel("flash", "PyTorch hands cuDNN no window")
+    if softmax.right == 0 and case.M != case.N:
+        return BackwardKernel("flash", "PyTorch's cuDNN aligns a causal mask to the first key")
+    if case.D > CUDNN_D:
+        return BackwardKernel("flash", f"PyTorch's cuDNN has a backward pass of head dims up to {CUDNN_D}")
+    if min(case.M, case.N) == 1:
+        return BackwardKernel("flash", "PyTorch's cuDNN takes no single query or key")
+    if torch.are_deterministic_algorithms_enabled():
+        return BackwardKernel("flash", "cuDNN's sums have no order, and deterministic algorithms are asked for")
+    return BackwardKernel("cudnn", "the fastest that takes the mask")
+
+
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def cudnn(
+    d_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    softmax: ScoreOptions,
+) -> Three:
+    """dQ, dK and dV of tensors [B, heads, S, D], without a mask or causal with M = N; lse fp32 [B, H, M].
+
+    PyTorch tells graphs of cuDNN apart by how Q, K and V lie: the others must lie as Q does.
+    """
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        d_out, q, k, v, out, lse.unsqueeze(3).contiguous(), seed, seed, None, None, None, q.size(2), k.size(2), 0.0,
+        softmax.right == 0, scale=softmax.scale,
+    )  # fmt: skip
+
+
+def flash(
+    d_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    softmax: ScoreOptions,
+) -> Three:
+    """dQ, dK and dV of tensors [B, heads, S, D]; masks are bottom-right; lse fp32 [B, H, M]."""
+    d_out, q, k, v, out = (x.transpose(1, 2) for x in (d_out, q, k, v, out))
+    dq, dk, dv = _flash(d_out, q, k, v, out, lse, softmax, q.size(1), k.size(1), None, None)
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def flash_varlen(
+    d_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    softmax: ScoreOptions,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+) -> Three:
+    """dQ, dK and dV of packed sequences [tokens, heads, D]; lse fp32 [H, tokens].
+
+    The host does not know the longest sequence: launches are sized for one that has all tokens.
+    """
+    return _flash(d_out, q, k, v, out, lse, softmax, q.size(0), k.size(0), cu_seqlens_q, cu_seqlens_k)
+
+
+def _flash(
+    d_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    softmax: ScoreOptions,
+    M: int,
+    N: int,
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+) -> Three:
+    state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    unused = torch.zeros((), dtype=torch.uint64, device=q.device)
+    # An edge further away hides nothing, and might not fit 32 bits.
+    left, right = (min(edge, size) if edge >= 0 else None for edge, size in ((softmax.left, N), (softmax.right, M)))
+    return torch.ops.aten._flash_attention_backward(
+        d_out, q, k, v, out, lse.contiguous(), cu_q, cu_k, M, N, 0.0, softmax.right == 0, state, unused,
+        scale=softmax.scale, window_size_left=left, window_size_right=right,
+    )  # fmt: skip

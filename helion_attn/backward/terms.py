@@ -1,0 +1,41 @@
+"""What the gradients have besides products: of sinks, of lse, and of K's mean, which products go without.
+
+With p the sink's probability of a row, 0 without one, the sum of its dS is
+
+    sum_j P_j (dP_j - delta + dlse) = delta p + dlse (1 - p), less what a softcap takes (`chunked`)
+
+since sum_j P_j = 1 - p and sum_j P_j dP_j = delta. Computed as a sum over keys it would be rounding alone where it is
+0, and K's mean would make an error of that.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def without_keys(lse: torch.Tensor) -> torch.Tensor:
+    """`lse` with inf for -inf: P of a row that sees no key is then 0."""
+    return torch.where(lse == -math.inf, math.inf, lse)
+
+
+def sink_probability(sinks: torch.Tensor | None, lse: torch.Tensor) -> torch.Tensor:
+    """What sinks take of each row's probability, shaped as lse [.., H, M]; 0 without any."""
+    return torch.zeros_like(lse) if sinks is None else torch.exp(sinks.unsqueeze(1) - without_keys(lse))
+
+
+def row_sums(
+    delta: torch.Tensor, p: torch.Tensor, d_lse: torch.Tensor | None, capped: torch.Tensor | None
+) -> torch.Tensor:
+    """The sum of each row of dS."""
+    total = delta * p
+    if d_lse is not None:
+        total = total + d_lse * (1 - p)
+    return total if capped is None else total - capped
+
+
+def sinks_gradient(delta: torch.Tensor, p: torch.Tensor, d_lse: torch.Tensor | None) -> torch.Tensor:
+    """dsinks, [H]: a sink has the value 0."""
+    d_scores = -p * delta if d_lse is None else p * (d_lse - delta)
+    return d_scores.sum(-1).view(-1, p.size(-2)).sum(0)

@@ -1,0 +1,68 @@
+"""The kernels that give a backward pass its 16-bit tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import helion_attn as ha
+from devtools.inputs import make_qkv
+from devtools.sm90 import compile_for_sm90, fake_cuda
+from helion_attn.configs import packing, row_width
+from helion_attn.preprocess import unpack
+from helion_attn.preprocess.dequantize import unpack as expected_of
+from helion_attn.types import PackedTensors
+from helpers.offline import assert_sound, launching, widths
+
+#: Preset, head dim, layout.
+CASES = [("balanced", 64, False), ("fast", 50, True), ("balanced", 128, True)]
+
+
+@pytest.mark.parametrize(("recipe", "D", "bshd"), CASES)
+def test_values(recipe: Any, D: int, bshd: bool, device: str) -> None:
+    """To the last bit of fp32 but for the order of a sum of four."""
+    q, k, v = make_qkv("outlier_channel", 2, 2, 1, 70, 150, D, device=device)
+    qkv = ha.quantize(q, k, v, recipe=recipe)
+    assert unpack.takes(qkv, qkv.recipe)
+    sizes = 70, 150, D, D, qkv.recipe
+    for x, y in zip(unpack.launch(qkv, *sizes, torch.float32, bshd), expected_of(qkv, *sizes), strict=True):
+        assert (x.transpose(1, 2) if bshd else x).is_contiguous()
+        assert ((x - y).norm() / y.norm()).item() < 2**-22
+    assert {x.dtype for x in unpack.launch(qkv, *sizes, torch.bfloat16, bshd)} == {torch.bfloat16}
+
+
+def test_what_kernels_do_not_take() -> None:
+    q, k, v = make_qkv("randn", 1, 1, 1, 20, 20, 64)
+    for recipe in (ha.ACCURATE, ha.HYBRID, ha.BF16):
+        assert not unpack.takes(ha.quantize(q, k, v, recipe=recipe), recipe.resolved)
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_machine_code(D: int) -> None:
+    """No spills, and rows are written 16 bytes at a time."""
+    p, recipe = packing(D, D), ha.BALANCED.resolved
+    m_blocks, n_blocks = -(-1000 // p.bm), -(-3000 // p.bn)
+
+    def launch() -> None:
+        with launching():
+            packed = PackedTensors(
+                q8=fake_cuda(8, m_blocks, p.bm, D, dtype=torch.int8),
+                k8=fake_cuda(4, n_blocks, p.bn, D, dtype=torch.int8),
+                v8=fake_cuda(4, n_blocks, D, p.bn, dtype=torch.float8_e4m3fn),
+                q_descale=fake_cuda(2, 4, m_blocks, p.bm),
+                k_descale=fake_cuda(2, 2, n_blocks),
+                v_descale=fake_cuda(2, 2, D),
+                v_mean=fake_cuda(2, 2, D),
+                k_mean=fake_cuda(2, 2, row_width(D, D)),
+                channel_factors=fake_cuda(2, 2, row_width(D, D)),
+                lse_shift=None,
+            )
+            unpack.launch(packed, 1000, 3000, D, D, recipe, torch.bfloat16, False)
+
+    kernels = compile_for_sm90(launch)
+    assert [kernel.name for kernel in kernels] == ["_helion_unpack_values", *["_helion_unpack_rows"] * 2]
+    for kernel in kernels:
+        assert_sound(kernel)
+        assert 16 in widths(kernel, "STG")
