@@ -40,7 +40,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     launch = attention.launch
 
     def record(*args: Any, **options: Any) -> None:
-        seen.append(options.get("pack_gqa", False))
+        seen.append(args[0].pack_gqa)
         launch(*args, **options)
 
     monkeypatch.setattr(attention, "launch", record)

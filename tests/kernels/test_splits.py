@@ -233,7 +233,7 @@ def test_num_splits_is_taken(splits: int, device: str, monkeypatch: pytest.Monke
     launch = attention.launch
 
     def recording(*args: Any, **options: Any) -> None:
-        given.append(options["splits"])
+        given.append(args[0].splits)
         launch(*args, **options)
 
     monkeypatch.setattr(attention, "launch", recording)
