@@ -111,7 +111,6 @@ CHECKED_FILES = (
         "split",
     ),
     *("decode", "language_model", "model_channels", "startup", "host", "distributed", "auto", "steps", "norms"),
-    "training",
 )
 
 
@@ -148,7 +147,7 @@ for _name, _block in BLOCKS.items():
 #: What has blocks.
 DOCUMENTS = (
     Path("README.md"),
-    *(Path(f"docs/{name}.md") for name in ("accuracy", "benchmarks", "integrations", "masks")),
+    *(Path(f"docs/{name}.md") for name in ("accuracy", "benchmarks", "integrations", "masks", "training")),
     *(Path(f"docs/benchmarks/{name}.md") for name in ("kernels", "overheads", "serving", "whole_calls")),
 )
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import helion_attn as ha
 from devtools.sm90 import fake_cuda
-from helion_attn import plans
+from helion_attn import backward, plans
 from helion_attn.compiler import buffers
 from helion_attn.types import Layout
 from helpers.offline import fake_cache
@@ -382,7 +382,9 @@ def test_a_plan_accepts_what_checks_accept() -> None:
             with pytest.raises((TypeError, ValueError)):
                 ha.attention(cast(Any, x), *qkv[1:])
         learned = qkv[0].detach().requires_grad_()
-        assert ha.attention(learned, *qkv[1:]).requires_grad
+        with mock.patch.object(backward, "attention_with_gradients", return_value=(learned, None)) as trains:
+            ha.attention(learned, *qkv[1:])
+        trains.assert_called_once()
         with torch.no_grad():
             ha.attention(learned, *qkv[1:])
 

@@ -465,11 +465,17 @@ def test_masks_that_are_recognised() -> None:
     assert found.left == 2
 
 
-def test_grad_raises() -> None:
-    model = make_model("llama")
-    model.set_attn_implementation("helion_fp8")
-    with pytest.raises(RuntimeError, match="requires grad"):
-        model(tokens_of(1, 8))
+def test_models_train() -> None:
+    """Gradients of all weights err at most three times as much as logits."""
+    model, logits, gradients = make_model("llama"), [], []
+    for implementation in ("sdpa", "helion_fp8"):
+        model.set_attn_implementation(implementation)
+        logits.append(model(tokens_of(1, 40)).logits)
+        gradients.append(torch.autograd.grad(logits[-1].square().mean(), list(model.parameters())))
+    bound = 3 * relative_error(logits[1], logits[0])
+    assert bound < 0.25
+    for found, expected in zip(gradients[1], gradients[0], strict=True):
+        assert relative_error(found, expected) < bound
 
 
 @pytest.mark.thorough
