@@ -600,6 +600,7 @@ def shipped_fingerprints() -> list[str]:
     from helion_attn.preprocess import (
         append,
         block_means,
+        close_pages,
         list_order,
         mask_bits,
         mask_lists,
@@ -614,6 +615,7 @@ def shipped_fingerprints() -> list[str]:
     kernels: list[Callable[..., Any]] = [
         *(attention.fp8_attn_fwd, attention_large_d.fp8_attn_fwd_large_d, decode.fp8_attn_decode),
         *(merge_splits.merge_splits_kernel, pack_kv.pack_kv, pack_q.pack_q, append.append_kv, transform_rows.transform),
+        close_pages.close_full_pages,
         *(sample.sample, sequences.describe, recentre.recentre, mask_bits.mask_bits, lse_shift.cache_lse_shift),
         *(mask_lists.mask_lists, list_order.list_order, block_means.block_means),
     ]

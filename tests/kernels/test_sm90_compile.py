@@ -22,7 +22,7 @@ from helion_attn.configs import (
     tile_config,
 )
 from helion_attn.configs.scheduling import query_blocks_per_sm
-from helion_attn.kernels.lib import paged, schraudolph, steps
+from helion_attn.kernels.lib import schraudolph, steps
 from helion_attn.numerics import takes_bits
 from helion_attn.types import Layout
 from helpers.cases import GIVEN, IN_E4M3, LADDER, PRESETS, SHIPPED, shipped_id
@@ -260,11 +260,8 @@ PREFILLED_INT8: dict[str, tuple[int, int, dict[str, Any], int, tuple[int, int]]]
 }
 
 
-def assert_decoding(
-    kernel: Sm90Kernel, ctas_per_sm: int, spilled: int = 0, half_scores: bool = False, int8_keys: bool = False
-) -> None:
+def assert_decoding(kernel: Sm90Kernel, ctas_per_sm: int, spilled: int = 0, int8_keys: bool = False) -> None:
     assert_sound(kernel, spilled)
-    assert bool(re.search(r"QGMMA\.64x\d+x32\.F16\b", kernel.sass)) == half_scores, "scores are of another format"
     assert kernel.opcodes["QGMMA"] > 0, "no FP8 WGMMA"
     assert (kernel.opcodes["IGMMA"] > 0) == int8_keys
     assert kernel.opcodes["HGMMA"] + kernel.opcodes["HMMA"] == 0, "a product is not in FP8"
@@ -277,22 +274,20 @@ def assert_decoding(
 def test_decoding(name: str) -> None:
     D, D_v, H, M, ctas_per_sm = DECODED[name]
     decode, merge = shared(compile_decode, D, D_v, H, M, num_splits=2)
-    assert_decoding(decode, ctas_per_sm, 26 if name == "d64_32_rows" else 0, half_scores=max(D, D_v) <= 128)
+    assert_decoding(decode, ctas_per_sm, 26 if name == "d64_32_rows" else 0)
     assert_sound(merge)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["d128", "d512"])
-def test_decoding_from_int8_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many programs an SM, nothing in memory, and no more barriers; a loop as of e4m3 keys with scores in fp32."""
+def test_decoding_from_int8_keys(name: str) -> None:
+    """As many programs an SM, nothing in memory, and no more barriers; a loop as of e4m3 keys."""
     D, D_v, H, M, ctas_per_sm = DECODED[name]
     decode, _ = shared(compile_decode, D, D_v, H, M, num_splits=2, recipe=ha.BALANCED)
     assert_decoding(decode, ctas_per_sm, int8_keys=True)
     e4m3, _ = shared(compile_decode, D, D_v, H, M, num_splits=2)
     assert loop_of(decode).count("BAR") <= loop_of(e4m3).count("BAR")
-    monkeypatch.setattr(paged, "takes_half_scores", lambda *_: False)
-    in_fp32, _ = compile_decode(D, D_v, H, M, num_splits=2)
-    assert len(loop_of(decode)) <= 1.1 * len(loop_of(in_fp32))
+    assert len(loop_of(decode)) <= 1.1 * len(loop_of(e4m3))
 
 
 @pytest.mark.thorough
@@ -353,8 +348,7 @@ def test_prefill(name: str, recipe: ha.Recipe) -> None:
     # A warp has 16 rows.
     scores = page_packing(D, D_v).page_size // 2
     exponentials, tanhs = 0 if bits else scores, scores if options.get("masked") else 0
-    half_scores = max(D, D_v) <= 128 and not options.get("masked") and not int8_keys
-    assert_decoding(kernel, ctas_per_sm, spilled, half_scores, int8_keys)
+    assert_decoding(kernel, ctas_per_sm, spilled, int8_keys)
     assert opcodes["LDL"] + opcodes["STL"] <= (in_loop if MEASURED else max(in_loop, SPILLED_IN_LOOP))
     assert opcodes["SHFL"] == (5 if int8_keys else 6), "a row's maximum alone crosses lanes, and what is a page's base"
     assert opcodes["LDS"] == 0, "scores pass through shared memory"
@@ -375,13 +369,13 @@ def test_decoding_with_masks() -> None:
 def test_a_cache_without_masks(M: int) -> None:
     """Keys that all rows see, which tiles of a row's own are not made for."""
     (kernel,) = shared(compile_decode, 64, 64, 64, M, num_splits=1, causal=False)
-    assert_decoding(kernel, 3, 44, half_scores=True)
+    assert_decoding(kernel, 3, 44)
 
 
 @pytest.mark.thorough
 def test_decoding_without_splits() -> None:
     (decode,) = shared(compile_decode, 128, 128, 64, 1, num_splits=1)
-    assert_decoding(decode, 2, half_scores=True)
+    assert_decoding(decode, 2)
 
 
 @pytest.mark.thorough
@@ -389,7 +383,7 @@ def test_decoding_from_a_large_pool() -> None:
     """More than 2**31 bytes, where Helion's index type is another."""
     decode, _ = shared(compile_decode, 128, 128, 64, 1, num_splits=2, num_pages=2**16)
     # Addresses of 64 bits.
-    assert_decoding(decode, 2, half_scores=True)
+    assert_decoding(decode, 2)
 
 
 #: (D, causal, recipe, options) of sequences of variable length.
