@@ -117,6 +117,11 @@ def laid(x: torch.Tensor, bshd: bool) -> torch.Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2) if bshd else x.contiguous()
 
 
+def row_dots(d_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """rowsum(dO * O), fp32 [B, H, M], of tensors [B, H, M, D_v]."""
+    return (d_out.float() * out.float()).sum(3)
+
+
 def _backward(a: BackwardArgs) -> tuple[torch.Tensor, ...]:
     f, softmax, packed = a.forward, a.forward.softmax, a.forward.packed
     kernel = kernels.choose(case_of(f, a.out.is_cuda, a.d_lse is not None))
@@ -124,7 +129,6 @@ def _backward(a: BackwardArgs) -> tuple[torch.Tensor, ...]:
     out, d_out = (x.transpose(1, 2) if f.bshd else x for x in (a.out, a.d_out))
     dtype = a.dtype if a.dtype.itemsize == 2 else torch.bfloat16
     q, k, v = dequantised(f, torch.float32 if kernel.name == "chunked" else dtype)
-    delta = (d_out.float() * out.float()).sum(3)
     lse, shift = without_keys(a.lse), None
     if packed.lse_shift is not None:
         shift = softmax.scale * rows_of(packed.lse_shift, f.m_len)
@@ -133,18 +137,21 @@ def _backward(a: BackwardArgs) -> tuple[torch.Tensor, ...]:
     if kernel.name == "chunked":
         if kernel.is_slow:
             warn_slower(f"a backward pass of helion_attn takes {kernel}")
-        less = delta if a.d_lse is None else delta - a.d_lse
-        visible = visible_scores(f, delta.shape)
+        less = row_dots(d_out, out) if a.d_lse is None else row_dots(d_out, out) - a.d_lse
+        visible = visible_scores(f, a.lse.shape)
         dq, dk, dv, capped = chunked.run(q, k, v, d_out.float(), less, lse, shift, softmax, visible)
     else:
         d_out, q, k, v, out = (laid(x.to(dtype), f.bshd) for x in (d_out, q, k, v, out))
         run = kernels.flash if kernel.name == "flash" else kernels.cudnn
         dq, dk, dv = run(d_out, q, k, v, out, lse, softmax)
-    p = sink_probability(softmax.sinks, a.lse)
-    if packed.k_mean is not None and (softmax.sinks is not None or a.d_lse is not None or capped is not None):
-        mean = packed.k_mean[:, :, None, : f.d].repeat_interleave(q.size(1) // k.size(1), 1)
-        dq = dq.float() + softmax.scale * row_sums(delta, p, a.d_lse, capped).unsqueeze(3) * mean
-    d_sinks = a.lse.new_empty(0) if softmax.sinks is None else sinks_gradient(delta, p, a.d_lse)
+    d_sinks = a.lse.new_empty(0)
+    if softmax.sinks is not None or a.d_lse is not None or capped is not None:
+        delta, p = row_dots(d_out, out), sink_probability(softmax.sinks, a.lse)
+        if packed.k_mean is not None:
+            mean = packed.k_mean[:, :, None, : f.d].repeat_interleave(q.size(1) // k.size(1), 1)
+            dq = dq.float() + softmax.scale * row_sums(delta, p, a.d_lse, capped).unsqueeze(3) * mean
+        if softmax.sinks is not None:
+            d_sinks = sinks_gradient(delta, p, a.d_lse)
     return *(laid(x.to(a.dtype), f.bshd) for x in (dq, dk, dv)), d_sinks
 
 

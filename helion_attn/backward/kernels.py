@@ -12,8 +12,11 @@ import torch
 
 from helion_attn.options import ScoreOptions
 
-#: Largest head dims of PyTorch's flash attention and of cuDNN's backward pass, and what both must be a multiple of.
-FLASH_D, CUDNN_D, STEP_D = 256, 128, 8
+#: Largest head dim of PyTorch's flash attention, and what it and cuDNN's must be a multiple of.
+FLASH_D, STEP_D = 256, 8
+
+#: From this version on cuDNN has backward passes of head dims up to 256 on Hopper, before up to 128.
+CUDNN_WITH_D_256 = 91000
 
 
 class Case(NamedTuple):
@@ -81,6 +84,11 @@ def why_chunked(case: Case) -> str | None:
     return None
 
 
+def largest_cudnn_d() -> int:
+    """Return the largest head dim of which this machine's cuDNN has a backward pass."""
+    return 256 if (torch.backends.cudnn.version() or 0) >= CUDNN_WITH_D_256 else 128
+
+
 def choose(case: Case) -> BackwardKernel:
     """Choose the kernel of a backward pass."""
     if (reason := why_chunked(case)) is not None:
@@ -92,8 +100,8 @@ def choose(case: Case) -> BackwardKernel:
         return BackwardKernel("flash", "PyTorch hands cuDNN no window")
     if softmax.right == 0 and case.M != case.N:
         return BackwardKernel("flash", "PyTorch's cuDNN aligns a causal mask to the first key")
-    if case.D > CUDNN_D:
-        return BackwardKernel("flash", f"PyTorch's cuDNN has a backward pass of head dims up to {CUDNN_D}")
+    if (largest := largest_cudnn_d()) < case.D:
+        return BackwardKernel("flash", f"this cuDNN has a backward pass of head dims up to {largest}")
     if min(case.M, case.N) == 1:
         return BackwardKernel("flash", "PyTorch's cuDNN takes no single query or key")
     if torch.are_deterministic_algorithms_enabled():

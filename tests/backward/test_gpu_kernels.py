@@ -34,7 +34,9 @@ CASES: list[tuple[str, str, tuple[int, int, int, int, int], int, dict[str, Any]]
     ("flash", "biased_k", (4, 2, 1024, 777, 64), 2, {"causal": True}),
     ("flash", "biased_k", (2, 1, 1000, 1000, 64), 2, {"causal": True, "window": (200, 0)}),
     ("flash", "randn", (2, 2, 1000, 1200, 128), 1, {"window": (200, 30)}),
-    ("flash", "randn", (2, 1, 1000, 1000, 256), 1, {"causal": True}),
+    ("cudnn", "randn", (2, 1, 1000, 1000, 256), 1, {"causal": True}),
+    ("cudnn", "biased_k", (4, 4, 1024, 1024, 256), 2, {}),
+    ("flash", "randn", (2, 1, 1000, 1000, 256), 1, {"causal": True, "window": (300, 0)}),
     ("flash", "biased_k", (4, 4, 1, 1000, 64), 2, {}),
 ]
 
@@ -84,7 +86,8 @@ def test_a_gradient_of_another_layout_than_before() -> None:
     qkvd = inputs("randn", 2, 2, 512, 512, 64, B=2)
     expected = gradients(qkvd)
     strided = qkvd[3].transpose(1, 2).contiguous().transpose(1, 2)
-    assert all(map(torch.equal, gradients((*qkvd[:3], strided)), expected))
+    # cuDNN's sums have no order.
+    assert max(errors(gradients((*qkvd[:3], strided)), [x.double() for x in expected])) < 0.003
 
 
 def test_packed_sequences() -> None:
