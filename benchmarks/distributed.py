@@ -139,7 +139,7 @@ def gathered_call(
         section(row, 0, heads, blocks, b.k_block)[0] = k8
         section(row, b.v_offset, heads, blocks, b.v_block)[0] = v8
     n = cut.chunk_size
-    parts = RankChunks(
+    chunks = RankChunks(
         row_chunk_blocks=qkv.q8.size(1),
         row_chunk_len=qkv.M,
         row_first=qkv.N - qkv.M,
@@ -164,7 +164,7 @@ def gathered_call(
         lse=lse,
         row_bounds=None,
         block_bounds=None,
-        parts=parts,
+        chunks=chunks,
         v_offset=b.v_offset,
         n_len=qkv.N,
         d=qkv.D,

@@ -321,15 +321,15 @@ class MultiRankArgs(NamedTuple):
         q_descale: [B, H, M_blocks, bm].
         lse_shift: [B, H, M_blocks, bm], or None.
         gathered: uint8 [ranks, bytes], a rank's packed K and V each, as `distributed.buffer` lays them.
-        k_descale: fp32 [B * H_kv * key blocks] in the order of the parts, or [B * H_kv], of all ranks.
+        k_descale: fp32 [B * H_kv * key blocks] in the order of the chunks, or [B * H_kv], of all ranks.
         v_descale: [B, H_kv, D_v_pad], of all ranks.
         v_mean: [B, H_kv, D_v_pad], of all ranks.
-        out: contiguous [B, H, M, D_v], or [B, M, H, D_v] if `bshd`, written; M the rows of all parts.
+        out: contiguous [B, H, M, D_v], or [B, M, H, D_v] if `bshd`, written; M the rows of all chunks.
         lse: fp32 [B, H, M], written.
         row_bounds: int32 [2, M_blocks * bm], from and up to which position each row sees keys, or None.
         block_bounds: int32 [M_blocks, 4], with `row_bounds`: of each query block, from which key block on any row sees
             a key, from which on and up to which all rows see all keys, and up to which any row sees one.
-        parts: where keys and rows lie.
+        chunks: where keys and rows lie.
         v_offset: bytes of a rank's row before V.
         n_len: the position where keys end.
         d: and the rest, as in `AttentionArgs`.
@@ -346,7 +346,7 @@ class MultiRankArgs(NamedTuple):
     lse: torch.Tensor
     row_bounds: torch.Tensor | None
     block_bounds: torch.Tensor | None
-    parts: RankChunks
+    chunks: RankChunks
     v_offset: int
     n_len: int
     d: int
@@ -360,16 +360,16 @@ class MergeArgs(NamedTuple):
     """Two results over different keys, into one.
 
     Attributes:
-        parts: fp32 [2, B, H, M, D_v].
-        part_lse: fp32 [2, B, H, M].
+        results: fp32 [2, B, H, M, D_v].
+        results_lse: fp32 [2, B, H, M].
         sinks: fp32 [H], or None.
         out: contiguous [B, H, M, D_v], or [B, M, H, D_v] if `bshd`, written.
         lse: fp32 [B, H, M], written.
         bshd: the layout of `out`.
     """
 
-    parts: torch.Tensor
-    part_lse: torch.Tensor
+    results: torch.Tensor
+    results_lse: torch.Tensor
     sinks: torch.Tensor | None
     out: torch.Tensor
     lse: torch.Tensor

@@ -23,7 +23,7 @@ def run(
     own = packed.k8.new_empty((1, b.size), dtype=torch.uint8)
     write_keys(own, b, packed)
     rows = collectives.gather(own[0], call.group)
-    part = RankKV(
+    rank_kv = RankKV(
         rows,
         b,
         RankChunks(**call.own_rows(), **call.keys_of_all(b)),  # type: ignore[arg-type]
@@ -32,5 +32,5 @@ def run(
         bounds,
     )
     out, lse = empty_outputs(call, packed.q_descale, call.H, call.M, call.bshd)
-    attend(call, packed, part, out, lse, call.bshd, call.softmax.sinks)
+    attend(call, packed, rank_kv, out, lse, call.bshd, call.softmax.sinks)
     return out, lse

@@ -27,7 +27,7 @@ from helion_attn.plans import log_call
 from helion_attn.types import BALANCED, Balance, Layout, PackedTensors, Recipe, RecipeName, Rope, Strategy, as_recipe
 from helion_attn.validate.dense import check_no_grad, check_options, check_recipe
 from helion_attn.validate.distributed import check_balance, check_part, check_rope_lengths, check_strategy, rope_text
-from helion_attn.validate.values import check_balance_of_parts, note_balance
+from helion_attn.validate.values import check_balance_of_ranks, note_balance
 from helion_attn.validate.varlen import check_sequence_values, check_varlen
 
 #: What computes `(out, lse)` of a rank's packed part, by the name of the strategy.
@@ -108,7 +108,7 @@ def unshard(x: torch.Tensor, dim: int, group: Group = None, *, balance: Balance 
         check_balance(balance)
         check_no_grad("x", x)
         if debugging():
-            check_balance_of_parts(pg.group_name, (x.size(dim),), balance)
+            check_balance_of_ranks(pg.group_name, (x.size(dim),), balance)
 
     def agreed() -> dict[str, Any]:
         shape: list[int | None] = [*x.shape]
@@ -123,12 +123,12 @@ def unshard(x: torch.Tensor, dim: int, group: Group = None, *, balance: Balance 
     padded = moved.new_zeros((max(lengths), *moved.shape[1:]))
     padded[: moved.size(0)] = moved
     gathered = collectives.gather(padded, pg)
-    runs = []
+    pieces = []
     for rank in range(pg.size()):
-        of_rank = gathered[rank, : lengths[rank]].split([run.size for run in cut.chunks(rank)])
-        runs += [(run.begin, piece) for run, piece in zip(cut.chunks(rank), of_rank, strict=True)]
-    runs.sort(key=lambda run: run[0])
-    return torch.cat([piece for _, piece in runs]).movedim(0, dim).contiguous()
+        of_rank = gathered[rank, : lengths[rank]].split([chunk.size for chunk in cut.chunks(rank)])
+        pieces += [(chunk.begin, piece) for chunk, piece in zip(cut.chunks(rank), of_rank, strict=True)]
+    pieces.sort(key=lambda begin_and_piece: begin_and_piece[0])
+    return torch.cat([piece for _, piece in pieces]).movedim(0, dim).contiguous()
 
 
 def _cut_of(length: int, ranks: int, balance: Balance) -> Cut:
@@ -219,7 +219,7 @@ def attention(
         heads, length = (1, 2) if layout == "bhsd" else (2, 1)
         check_options(scores, return_lse, out_dtype, q.size(heads), q.device)
         if debugging():
-            check_balance_of_parts(pg.group_name, (q.size(length), k.size(length)), balance)
+            check_balance_of_ranks(pg.group_name, (q.size(length), k.size(length)), balance)
 
     def agreed() -> dict[str, Any]:
         heads = 1 if layout == "bhsd" else 2
@@ -347,7 +347,7 @@ def attention_varlen(
         check_recipe(as_recipe(recipe), q.size(2), v.size(2))
         check_options(scores, return_lse, out_dtype, q.size(1), q.device)
         if debugging():
-            check_balance_of_parts(pg.group_name, (q.size(0), k.size(0)), None)
+            check_balance_of_ranks(pg.group_name, (q.size(0), k.size(0)), None)
 
     def agreed() -> dict[str, Any]:
         return {

@@ -107,14 +107,14 @@ def write_keys(rows: torch.Tensor, b: Buffer, packed: PackedTensors) -> None:
         section(rows, b.mean_offset, b.heads, 4 * b.mean_channels)[0] = mean
 
 
-def descales_in_order(rows: torch.Tensor, b: Buffer, parts: RankChunks, recipe: Recipe) -> torch.Tensor:
-    """K's descales of all ranks: one a block, fp32 [heads * key blocks] in the order of the parts, or [heads]."""
+def descales_in_order(rows: torch.Tensor, b: Buffer, chunks: RankChunks, recipe: Recipe) -> torch.Tensor:
+    """K's descales of all ranks: one a block, fp32 [heads * key blocks] in the order of the chunks, or [heads]."""
     # [ranks, heads, descales]
     found = section(rows.view(torch.float32), b.descale_offset // 4, b.heads, b.descales)
     if recipe.k_scales != "block":
         return found[0].reshape(-1)
-    n = parts.key_chunk_blocks
-    if parts.zigzag:
+    n = chunks.key_chunk_blocks
+    if chunks.zigzag:
         found = torch.cat([found[..., :n], found[..., n : 2 * n].flip(0)])
     return found[..., :n].transpose(0, 1).reshape(-1)
 

@@ -77,13 +77,13 @@ class Call:
 
     def own_rows(self) -> dict[str, int]:
         """Where this rank's rows lie, as `RankChunks` has it."""
-        runs = self.q_cut.chunks(self.rank)
-        n = runs[0].size
+        chunks = self.q_cut.chunks(self.rank)
+        n = chunks[0].size
         return {
             "row_chunk_blocks": -(-n // self.packing.bm),
             "row_chunk_len": n,
-            "row_first": runs[0].begin + self.more_keys,
-            "row_step": runs[-1].begin - runs[0].begin,
+            "row_first": chunks[0].begin + self.more_keys,
+            "row_step": chunks[-1].begin - chunks[0].begin,
         }
 
     def keys_of_all(self, b: Buffer) -> dict[str, int | bool]:
@@ -115,7 +115,7 @@ class RankKV(NamedTuple):
     Attributes:
         rows: uint8 [ranks, size], a buffer of each rank.
         buffer: what lies where.
-        parts: where keys and rows lie.
+        chunks: where keys and rows lie.
         n_len: the position where keys end.
         v_mean: [B, H_kv, D_v_pad], what V's dequantised entries are added to.
         bounds: of rows and of blocks, as `MultiRankArgs` has them, or None.
@@ -123,7 +123,7 @@ class RankKV(NamedTuple):
 
     rows: torch.Tensor
     buffer: Buffer
-    parts: RankChunks
+    chunks: RankChunks
     n_len: int
     v_mean: torch.Tensor
     bounds: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -132,29 +132,29 @@ class RankKV(NamedTuple):
 def attend(
     call: Call,
     packed: PackedTensors,
-    part: RankKV,
+    rank_kv: RankKV,
     out: torch.Tensor,
     lse: torch.Tensor,
     bshd: bool,
     sinks: torch.Tensor | None,
 ) -> None:
-    """Write what the rows of `packed` get of a part's keys into `out` and `lse`, as `MultiRankArgs` has them."""
+    """Write what `packed` gets of the keys of a `RankKV` into `out` and `lse`, as `MultiRankArgs` has them."""
     ops.attention_gathered(
         MultiRankArgs(
             q8=packed.q8,
             q_descale=packed.q_descale,
             lse_shift=packed.lse_shift,
-            gathered=part.rows,
-            k_descale=descales_in_order(part.rows, part.buffer, part.parts, call.recipe),
+            gathered=rank_kv.rows,
+            k_descale=descales_in_order(rank_kv.rows, rank_kv.buffer, rank_kv.chunks, call.recipe),
             v_descale=packed.v_descale,
-            v_mean=part.v_mean,
+            v_mean=rank_kv.v_mean,
             out=out,
             lse=lse,
-            row_bounds=None if part.bounds is None else part.bounds[0],
-            block_bounds=None if part.bounds is None else part.bounds[1],
-            parts=part.parts,
-            v_offset=part.buffer.v_offset,
-            n_len=part.n_len,
+            row_bounds=None if rank_kv.bounds is None else rank_kv.bounds[0],
+            block_bounds=None if rank_kv.bounds is None else rank_kv.bounds[1],
+            chunks=rank_kv.chunks,
+            v_offset=rank_kv.buffer.v_offset,
+            n_len=rank_kv.n_len,
             d=call.D,
             d_v=call.D_v,
             softmax=replace(call.softmax, sinks=sinks),

@@ -51,6 +51,6 @@ def bounds_of_rows(
 def blocks_before(call: Call, positions: torch.Tensor, round_up: int) -> torch.Tensor:
     """Blocks of keys before each position, as `kernels.lib.multi_rank.blocks_before` counts them in a kernel."""
     n, bn = call.k_cut.chunk_size, call.packing.bn
-    part = (positions // n).clamp_max(call.k_cut.ranks - 1)
-    part_blocks = -(-n // bn)
-    return part * part_blocks + ((positions - part * n + round_up) // bn).clamp_max(part_blocks)
+    chunk = (positions // n).clamp_max(call.k_cut.ranks - 1)
+    chunk_blocks = -(-n // bn)
+    return chunk * chunk_blocks + ((positions - chunk * n + round_up) // bn).clamp_max(chunk_blocks)

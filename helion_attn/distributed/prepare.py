@@ -74,8 +74,8 @@ def with_positions(call: Call, rope: Rope | None, device: torch.device) -> Rope 
     def with_more_keys(given: torch.Tensor | None, cut: Cut, first: int) -> torch.Tensor:
         if given is not None:
             return given
-        runs = [(first + run.begin, first + run.begin + run.size) for run in cut.chunks(call.rank)]
-        return torch.cat([torch.arange(*run, device=device) for run in runs])
+        chunks = [(first + chunk.begin, first + chunk.begin + chunk.size) for chunk in cut.chunks(call.rank)]
+        return torch.cat([torch.arange(*chunk, device=device) for chunk in chunks])
 
     at = with_more_keys(rope.q_positions, call.q_cut, call.more_keys), with_more_keys(rope.k_positions, call.k_cut, 0)
     return unchecked_rope(rope.cos, rope.sin, rope.interleaved, *at)
@@ -84,12 +84,12 @@ def with_positions(call: Call, rope: Rope | None, device: torch.device) -> Rope 
 def quantized_rank(
     call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: Rope | None, shift_lse: bool
 ) -> PackedTensors:
-    """This rank's part in the packed format, BHSD, with the constants of all ranks."""
+    """This rank's Q, K and V in the packed format, BHSD, with the constants of all ranks."""
     rotation = rope_arguments(with_positions(call, rope, q.device))
     tokens, _ = shared.sampled_queries(call.H // call.H_kv, call.packing)
     k_samples = [call.k_cut.sample(rank, SAMPLED_KEYS) for rank in range(call.k_cut.ranks)]
     q_samples = [call.q_cut.sample(rank, tokens) for rank in range(call.q_cut.ranks)]
-    part = DescribeRankArgs(
+    described = DescribeRankArgs(
         q=q,
         k=k,
         v=v,
@@ -100,15 +100,15 @@ def quantized_rank(
         k_sample=k_samples[call.rank],
         q_sample=q_samples[call.rank],
     )
-    kv_sample = ops.describe_part(part)
+    kv_sample = ops.describe_rank(described)
     q_sample, largest = None, kv_sample
     if kv_sample.numel():
         kv_sample = collectives.gather(kv_sample, call.group)
         largest = shared.v_largest(kv_sample, call.D, call.D_v)
         if call.recipe.equalise:
-            q_sample = shared.queries_in_order(kv_sample[:, part.k_rows : -1], q_samples)
-        kv_sample = shared.in_order(kv_sample[:, : part.k_rows], k_samples)
-    tensors = ops.quantize_part(
+            q_sample = shared.queries_in_order(kv_sample[:, described.k_rows : -1], q_samples)
+        kv_sample = shared.in_order(kv_sample[:, : described.k_rows], k_samples)
+    tensors = ops.quantize_rank(
         QuantizeRankArgs(
             q=q,
             k=k,

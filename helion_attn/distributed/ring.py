@@ -37,22 +37,22 @@ def sees(call: Call, source: int) -> bool:
 def rank_kv_of(call: Call, source: int, rows: torch.Tensor, own_mean: torch.Tensor) -> RankKV:
     """The keys of rank `source`, whose buffer `rows` [1, size] is."""
     b = buffer_of(call)
-    runs = call.k_cut.chunks(source)
-    first, n = runs[0]
+    of_source = call.k_cut.chunks(source)
+    first, n = of_source[0]
     own_rows = call.own_rows()
     own_rows["row_first"] -= first
-    parts = RankChunks(
+    chunks = RankChunks(
         **own_rows,
         key_chunks=2 if call.k_cut.zigzag else 1,
         key_chunk_blocks=-(-n // call.packing.bn),
         key_chunk_len=n,
-        key_step=max(runs[-1].begin - first, n),
+        key_step=max(of_source[-1].begin - first, n),
         ranks=1,
         zigzag=call.k_cut.zigzag,
         **rank_steps(b),
     )
     mean = mean_of_all(rows, b, Cut((call.k_cut.lengths[source],), False), own_mean)
-    return RankKV(rows, b, parts, runs[-1].begin + runs[-1].size - first, mean)
+    return RankKV(rows, b, chunks, of_source[-1].begin + of_source[-1].size - first, mean)
 
 
 def buffer_of(call: Call) -> Buffer:
@@ -83,12 +83,12 @@ def run(call: Call, packed: PackedTensors) -> tuple[torch.Tensor, torch.Tensor]:
             into = received[i % 2]
             works = collectives.pass_on(held, into, call.group)
         if source in seen:
-            part = rank_kv_of(call, source, held, packed.v_mean)
+            rank_kv = rank_kv_of(call, source, held, packed.v_mean)
             if len(seen) == 1:
-                attend(call, packed, part, out, lse, call.bshd, call.softmax.sinks)
+                attend(call, packed, rank_kv, out, lse, call.bshd, call.softmax.sinks)
             else:
                 slot = min(i, 1)
-                attend(call, packed, part, both[slot], both_lse[slot], False, None)
+                attend(call, packed, rank_kv, both[slot], both_lse[slot], False, None)
                 if slot:
                     both, both_lse = merged(call, both, both_lse, out, lse, source == seen[-1])
         for work in works:
@@ -103,8 +103,8 @@ def merged(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Two results merged: into the first of two that it returns, or into `out` and `lse` if it is the last."""
     if last:
-        ops.merge_parts(MergeArgs(both, both_lse, call.softmax.sinks, out, lse, call.bshd))
+        ops.merge_results(MergeArgs(both, both_lse, call.softmax.sinks, out, lse, call.bshd))
         return both, both_lse
     following, following_lse = torch.empty_like(both), torch.empty_like(both_lse)
-    ops.merge_parts(MergeArgs(both, both_lse, None, following[0], following_lse[0], False))
+    ops.merge_results(MergeArgs(both, both_lse, None, following[0], following_lse[0], False))
     return following, following_lse

@@ -141,8 +141,10 @@ def rows_back(x: torch.Tensor, cut: Cut, call: Call) -> torch.Tensor:
     if not cut.zigzag and B == 1:
         sent = flat.view(-1)
     else:
-        runs = [[flat[:, run.begin : run.begin + run.size] for run in cut.chunks(rank)] for rank in range(cut.ranks)]
-        sent = torch.cat([torch.cat(of_rank, 1).reshape(-1) for of_rank in runs])
+        chunks = [
+            [flat[:, chunk.begin : chunk.begin + chunk.size] for chunk in cut.chunks(rank)] for rank in range(cut.ranks)
+        ]
+        sent = torch.cat([torch.cat(of_rank, 1).reshape(-1) for of_rank in chunks])
     rows = cut.lengths[call.rank]
     found = collectives.exchange(sent, [length * size for length in cut.lengths], [rows * size] * cut.ranks, call.group)
     return found.view(x.dtype).view(cut.ranks, B, rows, heads, n)
@@ -157,19 +159,19 @@ def run(call: Call, packed: PackedTensors) -> tuple[torch.Tensor, torch.Tensor]:
     rows = collectives.exchange(rows, [b.size] * ranks, [b.size] * ranks, call.group).view(ranks, b.size)
     mine = received(call, s, rows, packed)
     n = cut.chunk_size
-    parts = RankChunks(
+    chunks = RankChunks(
         row_chunk_blocks=-(-n // call.packing.bm),
         row_chunk_len=n,
         row_first=call.more_keys,
         row_step=n,
         **call.keys_of_all(b),  # type: ignore[arg-type]
     )
-    part = RankKV(rows, b, parts, call.k_cut.total, mean_of_all(rows, b, call.k_cut, mine.v_mean))
+    rank_kv = RankKV(rows, b, chunks, call.k_cut.total, mean_of_all(rows, b, call.k_cut, mine.v_mean))
     sinks = None
     if call.softmax.sinks is not None:
         sinks = call.softmax.sinks[call.rank * s.heads : (call.rank + 1) * s.heads].contiguous()
     out, lse = empty_outputs(call, mine.q_descale, s.heads, cut.total, bshd=True)
-    attend(call, mine, part, out, lse, True, sinks)
+    attend(call, mine, rank_kv, out, lse, True, sinks)
     # [ranks, B, M, heads, D_v]
     back = rows_back(out, cut, call)
     order = (1, 2, 0, 3, 4) if call.bshd else (1, 0, 3, 2, 4)

@@ -4,7 +4,7 @@ from helion_attn.ops.attention import attention
 from helion_attn.ops.block_mask import block_means, mask_bits, mask_lists
 from helion_attn.ops.dense import attention_dense
 from helion_attn.ops.kv_cache import append_kv, decode
-from helion_attn.ops.multi_rank import attention_gathered, describe_part, merge_parts, quantize_part
+from helion_attn.ops.multi_rank import attention_gathered, describe_rank, merge_results, quantize_rank
 from helion_attn.ops.quantize import pack_qkv, quantize_qkv
 from helion_attn.ops.transform_rows import transform_rows
 from helion_attn.ops.varlen import attention_varlen
@@ -17,12 +17,12 @@ __all__ = [
     "attention_varlen",
     "block_means",
     "decode",
-    "describe_part",
+    "describe_rank",
     "mask_bits",
     "mask_lists",
-    "merge_parts",
+    "merge_results",
     "pack_qkv",
-    "quantize_part",
     "quantize_qkv",
+    "quantize_rank",
     "transform_rows",
 ]

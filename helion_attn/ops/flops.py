@@ -56,7 +56,7 @@ def of_varlen(a: VarlenArgs) -> int:
 def of_gathered(a: MultiRankArgs) -> int:
     """Count FLOPs of a rank's queries on the keys that a launch has."""
     B, H, M = a.lse.shape
-    return _products(B * H * M * min(a.n_len, a.parts.key_chunks * a.parts.key_chunk_len), a.d, a.d_v)
+    return _products(B * H * M * min(a.n_len, a.chunks.key_chunks * a.chunks.key_chunk_len), a.d, a.d_v)
 
 
 def of_decode(a: DecodeArgs) -> int:

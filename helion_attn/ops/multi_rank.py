@@ -79,17 +79,17 @@ def _launch_gathered(a: MultiRankArgs) -> None:
     if a.row_bounds is not None and a.block_bounds is not None:
         bounds = Bounds(a.row_bounds, a.block_bounds)
     choice = choose(shape_of(arguments, "ranks"), sm_count(a.q8))
-    attention.launch(choice, arguments, a.out, a.lse, rank_chunks=a.parts, bounds=bounds)
+    attention.launch(choice, arguments, a.out, a.lse, rank_chunks=a.chunks, bounds=bounds)
 
 
 def _launch_merge(a: MergeArgs) -> None:
     from helion_attn.kernels.merge_splits import merge_splits
 
-    merge_splits(a.parts.view(-1, a.parts.size(-1)), a.part_lse.view(2, -1), a.out, a.lse, a.bshd, a.sinks)
+    merge_splits(a.results.view(-1, a.results.size(-1)), a.results_lse.view(2, -1), a.out, a.lse, a.bshd, a.sinks)
 
 
-describe_part = Operation("describe_part", DescribeRankArgs, 1, _launch_describe, _fake_describe, planned=False)
-quantize_part = Operation("quantize_part", QuantizeRankArgs, 10, _launch_quantize, empty_quantized, planned=False)
+describe_rank = Operation("describe_rank", DescribeRankArgs, 1, _launch_describe, _fake_describe, planned=False)
+quantize_rank = Operation("quantize_rank", QuantizeRankArgs, 10, _launch_quantize, empty_quantized, planned=False)
 attention_gathered = Operation(
     "fp8_attn_gathered",
     MultiRankArgs,
@@ -99,4 +99,4 @@ attention_gathered = Operation(
     mutates=("out", "lse"),
     flops=flops.of_gathered,
 )
-merge_parts = Operation("merge_parts", MergeArgs, 0, _launch_merge, lambda a: None, mutates=("out", "lse"))
+merge_results = Operation("merge_results", MergeArgs, 0, _launch_merge, lambda a: None, mutates=("out", "lse"))

@@ -40,8 +40,8 @@ def quantize_qkv(a: DenseArgs | QuantizeArgs, packs_q: bool = True) -> PackedTen
     rope = rope_tables(a.rope, source.D_row, unused)
     normed = a.norm.q_weight is not None or a.norm.k_weight is not None
     norms = norm_factors.launch(source, a.norm, unused) if normed else no_norms(unused)
-    known = sample.launch(source, norms, rope, a.recipe)
-    return pack.launch(source, norms, rope, known, tile.bm, tile.bn, a.recipe, a.shift_lse, packs_q)
+    stats = sample.launch(source, norms, rope, a.recipe)
+    return pack.launch(source, norms, rope, stats, tile.bm, tile.bn, a.recipe, a.shift_lse, packs_q)
 
 
 def quantize_varlen(a: VarlenArgs) -> tuple[PackedTensors, torch.Tensor]:
@@ -57,8 +57,8 @@ def quantize_varlen(a: VarlenArgs) -> tuple[PackedTensors, torch.Tensor]:
     source = strided_qkv(q, k, v, tile.D_pad, tile.D_v_pad)
     unused = q.new_empty(1, dtype=torch.float32)
     norms, rope = no_norms(unused), rope_tables(NO_ROPE_ARGUMENTS, source.D_row, unused)
-    known = sample.launch(source, norms, rope, a.recipe, tables)
-    packed = pack.launch(source, norms, rope, known, tile.bm, tile.bn, a.recipe, a.shift_lse, sequences=tables)
+    stats = sample.launch(source, norms, rope, a.recipe, tables)
+    packed = pack.launch(source, norms, rope, stats, tile.bm, tile.bn, a.recipe, a.shift_lse, sequences=tables)
     return packed, tables.q_blocks
 
 
@@ -72,7 +72,7 @@ def pack_qkv(a: PackArgs) -> tuple[torch.Tensor, ...]:
     source = strided_qkv(a.q, a.k, a.v, tile.D_pad, tile.D_v_pad)
     unused = a.q.new_empty(1, dtype=torch.float32)
     norms, rope = no_norms(unused), rope_tables(NO_ROPE_ARGUMENTS, source.D_row, unused)
-    known = sample.launch(source, norms, rope, GIVEN)
+    stats = sample.launch(source, norms, rope, GIVEN)
     # Unscaled, the cast gives every value back.
-    packed = pack.launch(source, norms, rope, known, tile.bm, tile.bn, GIVEN, shift_lse=False)
+    packed = pack.launch(source, norms, rope, stats, tile.bm, tile.bn, GIVEN, shift_lse=False)
     return packed.q8, packed.k8, packed.v8

@@ -47,7 +47,7 @@ def chunk_of_block(
     key_magic: int,
     is_cuda: hl.constexpr,
 ) -> torch.Tensor:
-    """`j // key_chunk_blocks`, by `key_magic` = (2**32 - 1) // key_part_blocks: `magic` says up to where."""
+    """`j // key_chunk_blocks`, by `key_magic` = (2**32 - 1) // key_chunk_blocks: `magic` says up to where."""
     if is_cuda:
         return high_product(j + int32(1), int32(key_magic))
     return quotient(j, int32(key_chunk_blocks))
