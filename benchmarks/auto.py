@@ -32,7 +32,7 @@ from benchmarks.lib.harness import Loaded, Results, Row, result_row, synchronize
 from benchmarks.lib.problem import first_line, workload
 from benchmarks.lib.recipes import DEFAULT
 from benchmarks.lib.suite import Block, Options, Suite, progress
-from benchmarks.lib.tables import Table, mask, number, ratio, rows_of
+from benchmarks.lib.tables import Table, mask, number, ratio, rows_of, values_of
 from benchmarks.speed import LENGTHS
 from devtools.inputs import make_qkv
 from devtools.workloads import Workload
@@ -58,6 +58,9 @@ STEP = 128
 
 #: Between which `auto` chooses.
 TAKEN = ("helion_attn", "sdpa_bf16")
+
+#: The parts of the table that a suite makes: what was measured, and its crossovers.
+PARTS = {"auto": ("measured", "rows"), "training": ("training_measured", "training")}
 
 #: Bound on the time of what `auto` takes, and on `auto`'s own, over the faster one's.
 BOUND = 1.03
@@ -185,6 +188,42 @@ def from_length(faster: dict[int, float]) -> int | None:
     return min(lengths[first], STEP * math.ceil(between / STEP))
 
 
+def crossovers_of(loaded: Loaded) -> list[Row]:
+    """Of suite `auto`: from which length on the default is faster, for each value of `KIND`."""
+    return [
+        dict(zip(KIND, kind, strict=True)) | {"from_length": from_length(faster)}
+        for kind, faster in speedups(rows_of(loaded, "auto")).items()
+    ]
+
+
+def training_rows(loaded: Loaded) -> list[Row]:
+    """Of suite `training`: both passes of the two between which `auto` chooses, with what a threshold depends on."""
+    rows = rows_of(loaded, "training", stage="both")
+    taken = [row for row in rows if row["impl"] in TAKEN and row["recipe"] in (None, DEFAULT)]
+    return [row | {"group": row["H"] // row["H_kv"], "heads": row["B"] * row["H"]} for row in taken]
+
+
+def training_crossovers_of(loaded: Loaded) -> list[Row]:
+    """Of suite `training`: the same for both passes, of the heads that the first length had at which it is faster.
+
+    Its cells have fewer heads the longer they are. What is faster at no length has the fewest of all.
+    """
+    found = []
+    rows = training_rows(loaded)
+    for D, causal, group in values_of(rows, "D", "causal", "group"):
+        of_kind = [row for row in rows if (row["D"], row["causal"], row["group"]) == (D, causal, group)]
+        ms: dict[int, dict[str, float]] = {}
+        for row in of_kind:
+            ms.setdefault(row["N"], {})[row["impl"]] = row["ms"]
+        faster = {S: of["sdpa_bf16"] / of["helion_attn"] for S, of in ms.items() if {*TAKEN} <= of.keys()}
+        crossing = from_length(faster)
+        reached = [row for row in of_kind if crossing is not None and row["N"] >= crossing]
+        heads = min(reached, key=lambda row: row["N"])["heads"] if reached else min(row["heads"] for row in of_kind)
+        kind = dict(zip(KIND, (D, causal, group, heads), strict=True))
+        found.append(kind | {"from_length": crossing})
+    return found
+
+
 def tables(loaded: Loaded) -> list[Table]:
     """Speedups by length, and from where on 8 bits are taken."""
     found = speedups(rows_of(loaded, "auto"))
@@ -216,19 +255,33 @@ def checks(loaded: Loaded) -> list[Check]:
     return found
 
 
-def takes_8_bits(loaded: Loaded, row: Row) -> bool:
+def training_checks(loaded: Loaded) -> list[Check]:
+    """What `auto` takes where inputs require grad: time of both passes over the faster one's."""
+    found, rows = [], training_rows(loaded)
+    for row in rows:
+        of_both = [of for of in rows if all(of[name] == row[name] for name in ("B", "H", "H_kv", "N", "D", "causal"))]
+        ms = {of["impl"]: of["ms"] for of in of_both}
+        if row["impl"] == TAKEN[0] and {*TAKEN} <= ms.keys():
+            lost = ms[TAKEN[0] if takes_8_bits(loaded, row, trains=True) else TAKEN[1]] / min(ms.values())
+            where = f"S {row['N']}, D {row['D']}, {mask(row['causal'])}, {row['heads']} heads"
+            found.append(Check("what auto takes of both passes, time / the faster one's", where, lost, BOUND))
+    return found
+
+
+def takes_8_bits(loaded: Loaded, row: Row, trains: bool = False) -> bool:
     """What `recipe="auto"` takes of a workload with nothing but a mask, by crossovers in the results, of their card."""
-    crossovers = json.loads(config(loaded, CONFIG.read_text()))["rows"]
+    suite, name = ("training", "TRAINING_CROSSOVERS") if trains else ("auto", "CROSSOVERS")
+    crossovers = json.loads(config(loaded, CONFIG.read_text()))[PARTS[suite][1]]
     # Nothing of these is read: 4 GB that are not there.
     q, k = (
-        torch.empty_strided((row["B"], H, row["N"], row["D"]), (0, 0, 0, 1), dtype=torch.bfloat16)
+        torch.empty_strided((row["B"], H, row["N"], row["D"]), (0, 0, 0, 1), dtype=torch.bfloat16, requires_grad=trains)
         for H in (row["H"], row["H_kv"])
     )
     problem, options = dense_problem(q, k, k, causal=row["causal"]), {"causal": row["causal"]}
-    gpu = loaded.get("auto", {}).get("meta", {}).get("gpu") or choice.FALLBACK_GPU
+    gpu = loaded.get(suite, {}).get("meta", {}).get("gpu") or choice.FALLBACK_GPU
     with (
-        patch.object(choice, "CROSSOVERS", tuple(choice.Crossover(**of) for of in crossovers)),
-        patch.object(choice, "gpu_of_table", lambda device: gpu),
+        patch.object(choice, name, tuple(choice.Crossover(**of) for of in crossovers)),
+        patch.object(choice, "gpu_of_table", lambda device, trains: gpu),
     ):
         return choice.pytorch_call(problem, options) is None
 
@@ -237,21 +290,23 @@ def takes_8_bits(loaded: Loaded, row: Row) -> bool:
 
 
 def config(loaded: Loaded, before: str) -> str:
-    """What `CONFIG` should be: with the crossovers of the card that was measured, and those of others as before.
+    """What `CONFIG` should be: with the crossovers of cards that were measured, and those of others as before.
 
     Args:
         loaded: the results.
         before: what it is.
     """
-    meta = loaded.get("auto", {}).get("meta", {})
-    if meta.get("gpu") is None:
-        return before
+    kept = json.loads(before)
     names = ("gpu", "torch", "cudnn", "date", "commit", "command")
-    kept = {part: [row for row in rows if row["gpu"] != meta["gpu"]] for part, rows in json.loads(before).items()}
-    kept["measured"].append({name: meta.get(name) for name in names})
-    for kind, faster in speedups(rows_of(loaded, "auto")).items():
-        row = {"gpu": meta["gpu"], **dict(zip(KIND, kind, strict=True)), "from_length": from_length(faster)}
-        kept["rows"].append(row)
+    for suite, (measured, rows) in PARTS.items():
+        meta = loaded.get(suite, {}).get("meta", {})
+        if meta.get("gpu") is None:
+            continue
+        for part in (measured, rows):
+            kept[part] = [row for row in kept[part] if row["gpu"] != meta["gpu"]]
+        kept[measured].append({name: meta.get(name) for name in names})
+        found = crossovers_of(loaded) if suite == "auto" else training_crossovers_of(loaded)
+        kept[rows] += [{"gpu": meta["gpu"], **row} for row in found]
     lines = {part: ",\n  ".join(map(json.dumps, rows)) for part, rows in kept.items()}
     return "{\n" + ",\n".join(f' "{part}": [\n  {text}\n ]' for part, text in lines.items()) + "\n}\n"
 

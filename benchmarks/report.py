@@ -35,6 +35,7 @@ from benchmarks import (
     ladder,
     language_model,
     large_d,
+    loss_curves,
     masks,
     model_channels,
     models,
@@ -89,7 +90,7 @@ CHECKS: dict[str, tuple[Callable[[Loaded], list[Check]], ...]] = {
         decode.checks,
         language_model.checks,
     ),
-    "Training": (training.checks,),
+    "Training": (training.checks, auto.training_checks, loss_curves.checks),
     "Several GPUs": (distributed.checks,),
     "Start-up and host time": (startup.checks, host.checks),
 }

@@ -15,6 +15,7 @@ from benchmarks import (
     ladder,
     language_model,
     large_d,
+    loss_curves,
     masks,
     model_channels,
     models,
@@ -64,4 +65,5 @@ SUITES: dict[str, Suite] = {
     "stages": preprocess.STAGES,
     "norms": norms.SUITE,
     "training": training.SUITE,
+    "loss_curves": loss_curves.SUITE,
 }

@@ -475,8 +475,9 @@ def attention(
             BALANCED or PyTorch's attention in 16 bits, by a table of which was the faster:
             `ha.attention(q, k, v, causal=True, recipe="auto")`. PyTorch's is taken below the table's length of the head
             dim, mask, heads and card, where it has all that is asked for: bf16 or fp16, D_v = D, a multiple of 8 up to
-            256, no other option than `causal`, which takes M = N or M = 1, `sm_scale` and `layout`. A card that is not
-            in the table, and the CPU, have that of an H100. `helion_attn.explain` says which and why.
+            256, no other option than `causal`, which takes M = N or M = 1, `sm_scale` and `layout`. Where an input
+            requires grad, another table says which was the faster in both passes together. A card that is in no table,
+            and the CPU, have that of an H100, or of an H200 for both passes. `helion_attn.explain` says which and why.
         rope: rotate Q and K by position first.
         q_norm: normalise Q before that, by head or over all heads (`helion_attn.RMSNorm`).
         k_norm: likewise K.

@@ -1,5 +1,7 @@
 """`recipe="auto"`: the default preset or PyTorch's own attention, whichever was the faster where both were measured.
 
+Where an input requires grad it goes by the time of both passes, which has a table of its own.
+
 PyTorch's is `scaled_dot_product_attention`, with the backend that PyTorch chooses, called so that no `helion_attn.sdpa`
 around it takes the call.
 """
@@ -15,8 +17,9 @@ from helion_attn import calls, plans
 from helion_attn.configs import read_table
 from helion_attn.problem import DenseArgs
 from helion_attn.types import preset_name
+from helion_attn.validate.derivatives import needs_gradient
 
-#: The file of crossovers, which `benchmarks/report.py` makes of the results of suite `auto`.
+#: The file of crossovers, which `benchmarks/report.py` makes of the results of suites `auto` and `training`.
 TABLE = "auto.json"
 
 
@@ -43,10 +46,11 @@ class Crossover(NamedTuple):
 #: Read at import: torch.compile cannot trace files.
 CROSSOVERS = tuple(Crossover(**row) for row in read_table(TABLE))
 
-#: Whose crossovers are taken on a GPU that was not measured, and for CPU tensors.
-FALLBACK_GPU = "NVIDIA H100 80GB HBM3"
+#: Of the forward and the backward pass together.
+TRAINING_CROSSOVERS = tuple(Crossover(**row) for row in read_table(TABLE, "training"))
 
-MEASURED_GPUS = frozenset(row.gpu for row in CROSSOVERS)
+#: Whose crossovers are taken on a GPU that was not measured, and for CPU tensors; another's where it has none.
+FALLBACK_GPU = "NVIDIA H100 80GB HBM3"
 
 #: Options of `attention` that PyTorch's has too, or that say which of the two it is.
 OPTIONS = frozenset({"causal", "sm_scale", "layout", "recipe"})
@@ -136,14 +140,23 @@ def crossover(problem: DenseArgs) -> Crossover:
 
     With fewer heads than were measured it is the row of the fewest.
     """
-    q, H_kv = problem.q, problem.k.size(1)
-    gpu, causal = gpu_of_table(q.device), _hides_keys(problem)
-    rows = [row for row in CROSSOVERS if row.gpu == gpu and row.causal == causal]
+    q, H_kv, trains = problem.q, problem.k.size(1), _trains(problem)
+    gpu, causal = gpu_of_table(q.device, trains), _hides_keys(problem)
+    rows = [row for row in table(trains) if row.gpu == gpu and row.causal == causal]
     D = min(row.D for row in rows if q.size(3) <= row.D)
     group = max(row.group for row in rows if row.D == D and row.group * H_kv <= q.size(1))
     rows = sorted((row for row in rows if (row.D, row.group) == (D, group)), key=lambda row: row.heads)
     reached = [row for row in rows if row.heads <= q.size(0) * q.size(1)]
     return reached[-1] if reached else rows[0]
+
+
+def table(trains: bool) -> tuple[Crossover, ...]:
+    """The crossovers of both passes, or of the forward pass alone."""
+    return TRAINING_CROSSOVERS if trains else CROSSOVERS
+
+
+def _trains(problem: DenseArgs) -> bool:
+    return needs_gradient(problem.q, problem.k, problem.v)
 
 
 def _hides_keys(problem: DenseArgs) -> bool:
@@ -155,7 +168,8 @@ def _hides_keys(problem: DenseArgs) -> bool:
 def pytorch_call(problem: DenseArgs, options: Mapping[str, Any]) -> PyTorchCall | None:
     """The call of PyTorch's attention, or None where the default preset is chosen.
 
-    It depends on shapes, dtypes, strides, options and the card alone. Of symbolic shapes it is a guard.
+    It depends on shapes, dtypes, strides, options, the card, and on whether a gradient is needed. Of symbolic shapes it
+    is a guard.
     """
     if why_not_pytorch(problem, options) is not None or _is_long(problem, crossover(problem)):
         return None
@@ -180,7 +194,8 @@ def reason(problem: DenseArgs, options: Mapping[str, Any], device: str) -> str:
     row, (B, H, M, _D), N = crossover(problem), problem.q.shape, problem.k.size(2)
     taken = preset if _is_long(problem, row) else "PyTorch's attention"
     mask = "causal" if row.causal else "full"
-    kind = f"D up to {row.D}, {mask}, {row.heads} heads, {row.group} of a KV head, on {row.gpu}"
+    passes = "both passes, " if _trains(problem) else ""
+    kind = f"{passes}D up to {row.D}, {mask}, {row.heads} heads, {row.group} of a KV head, on {row.gpu}"
     if row.from_length is None:
         limit = f"{preset} was faster at no length"
     else:
@@ -191,18 +206,19 @@ def reason(problem: DenseArgs, options: Mapping[str, Any], device: str) -> str:
     return text if device == row.gpu else f"{text}; not measured on {device}"
 
 
-def gpu_of_table(device: torch.device) -> str:
-    """Whose crossovers a device goes by."""
-    if device not in _GPUS:
+def gpu_of_table(device: torch.device, trains: bool = False) -> str:
+    """Whose crossovers a device goes by, in the table of both passes or in the other."""
+    if (device, trains) not in _GPUS:
+        measured = {row.gpu for row in table(trains)}
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else FALLBACK_GPU
-        _GPUS[device] = name if name in MEASURED_GPUS else FALLBACK_GPU
-    return _GPUS[device]
+        _GPUS[device, trains] = next((gpu for gpu in (name, FALLBACK_GPU) if gpu in measured), min(measured))
+    return _GPUS[device, trains]
 
 
 # What torch.compiler.assume_constant_result sets; that imports all of torch._dynamo.
 vars(gpu_of_table)["_dynamo_marked_constant"] = True
 
-_GPUS: dict[torch.device, str] = {}
+_GPUS: dict[tuple[torch.device, bool], str] = {}
 
 
 def takes_pytorch(

@@ -23,6 +23,9 @@ from helion_attn.validate.distributed import check_part
 #: From which length on the default preset is taken here, of this many heads.
 FROM, HEADS = 64, 2
 
+#: The same where inputs require grad.
+BOTH_FROM = 96
+
 #: 16-bit attention rounds P and the output to bf16 or fp16, each by at most half of a bf16's last place.
 ROUNDED_TWICE = 2 * 2.0**-9
 
@@ -30,9 +33,11 @@ ROUNDED_TWICE = 2 * 2.0**-9
 @pytest.fixture(autouse=True)
 def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Crossovers at lengths that the interpreter can run."""
-    kinds = itertools.product(sorted(auto.MEASURED_GPUS), (64, 128, 256), (False, True), (1, 4))
-    rows = tuple(Crossover(gpu, D, causal, group, HEADS, FROM) for gpu, D, causal, group in kinds)
-    monkeypatch.setattr(auto, "CROSSOVERS", rows)
+    for name, groups, length in (("CROSSOVERS", (1, 4), FROM), ("TRAINING_CROSSOVERS", (1,), BOTH_FROM)):
+        gpus = sorted({row.gpu for row in getattr(auto, name)})
+        kinds = itertools.product(gpus, (64, 128, 256), (False, True), groups)
+        rows = tuple(Crossover(gpu, D, causal, group, HEADS, length) for gpu, D, causal, group in kinds)
+        monkeypatch.setattr(auto, name, rows)
     auto._GPUS.clear()
     plans.forget()
     yield
@@ -182,13 +187,36 @@ def test_explained() -> None:
     assert "and 1 heads need 2 times as much (D up to 64, causal" in str(found)
 
 
+@pytest.mark.parametrize("group", [1, 2])
+def test_gradients_have_a_table_of_their_own(group: int, device: str) -> None:
+    """What is taken has its gradients, and without grad mode it goes by the other table."""
+    for S, pytorchs in ((BOTH_FROM - 1, True), (BOTH_FROM, False)):
+        qkv = [x.requires_grad_() for x in make_qkv("randn", 1, 2, 2 // group, S, S, 64, device=device)]
+        balanced = ha.attention(*qkv, causal=True)
+        expected = of_pytorch(*qkv, is_causal=True) if pytorchs else balanced
+        out = ha.attention(*qkv, causal=True, recipe="auto")
+        assert torch.equal(out, expected)
+        found, of_expected = (torch.autograd.grad(x.float().square().sum(), qkv) for x in (out, expected))
+        assert all(map(torch.equal, found, of_expected))
+        reason = ha.explain(*qkv, causal=True, recipe="auto").reasons[0]
+        assert f"BALANCED was faster from length {BOTH_FROM} on (both passes, D up to 64, causal, 2 heads" in reason
+        with torch.no_grad():
+            assert torch.equal(ha.attention(*qkv, causal=True, recipe="auto"), balanced)
+        q, k, v = (x.detach() for x in qkv)
+        assert torch.equal(ha.attention(q, k, v, causal=True, recipe="auto"), balanced)
+
+
 def test_a_card_without_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = iter(("NVIDIA Unknown", FALLBACK_GPU, "NVIDIA H200"))
+    names = iter(("NVIDIA Unknown", FALLBACK_GPU, "NVIDIA H200") * 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: next(names))
-    monkeypatch.setattr(auto, "MEASURED_GPUS", {FALLBACK_GPU, "NVIDIA H200"})
     found = [auto.gpu_of_table(torch.device("cuda", i)) for i in (0, 1, 2, 0)]
     assert found == [FALLBACK_GPU, FALLBACK_GPU, "NVIDIA H200", FALLBACK_GPU]
     assert auto.gpu_of_table(torch.device("cpu")) == FALLBACK_GPU
+    # The table of both passes may lack the card that others go by.
+    rows = tuple(Crossover("NVIDIA H200", D, False, 1, HEADS, FROM) for D in (64, 128, 256))
+    monkeypatch.setattr(auto, "TRAINING_CROSSOVERS", rows)
+    assert {auto.gpu_of_table(torch.device("cuda", i), True) for i in (0, 1, 2)} == {"NVIDIA H200"}
+    assert auto.gpu_of_table(torch.device("cpu"), True) == "NVIDIA H200"
     problem = dense_problem(*empty_qkv(1, 2, 2, 20, 20, 64))
     assert auto.reason(problem, {}, "NVIDIA Unknown").endswith(f"on {FALLBACK_GPU}); not measured on NVIDIA Unknown")
     assert auto.reason(problem, {}, FALLBACK_GPU).endswith(f"on {FALLBACK_GPU})")

@@ -101,9 +101,9 @@ def largest_power_of_two(size: int) -> int:
     return 1 << (size.bit_length() - 1)
 
 
-def read_table(name: str) -> list[dict[str, Any]]:
+def read_table(name: str, part: str = "rows") -> list[dict[str, Any]]:
     """The rows of a table of this package: docs/notes/host.md says what they hold."""
-    rows: list[dict[str, Any]] = json.loads(resources.files(__package__).joinpath(name).read_text())["rows"]
+    rows: list[dict[str, Any]] = json.loads(resources.files(__package__).joinpath(name).read_text())[part]
     return rows
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from benchmarks import (
     distributed,
     front,
     host,
+    loss_curves,
     plane,
     report,
     same_token,
@@ -143,6 +145,81 @@ def test_a_crossover_loses_the_least_time() -> None:
     rows += [row | {"N": 512, "impl": "auto", "ms": 2.08}, row | {"N": 1024, "impl": "auto", "ms": 1.02}]
     called = [check for check in auto.checks({"auto": {"rows": rows}}) if check.promise.startswith("a call")]
     assert [check.verdict for check in called] == ["FAIL", "PASS", "not measured", "not measured"]
+
+
+def test_crossovers_of_both_passes() -> None:
+    """Of suite `training`, whose cells have fewer heads the longer they are; other recipes and stages do not count."""
+    faster = {2048: 0.8, 4096: 0.8, 8192: 1.25, 16384: 1.3}
+    rows = [
+        {"D": 64, "causal": causal, "B": 16384 // S, "H": 4, "H_kv": 4, "N": S, "impl": impl, "recipe": recipe}
+        | {"stage": stage, "ms": ms}
+        for causal in (False, True)
+        for S, x in faster.items()
+        for impl, recipe, stage, ms in (
+            ("helion_attn", "balanced", "both", 2.0 if causal else 1 / x),
+            ("helion_attn", "fast", "both", 0.1),
+            ("helion_attn", "balanced", "forward", 0.1),
+            ("sdpa_bf16", None, "both", 1.0),
+            ("sdpa_bf16", None, "forward", 9.0),
+        )
+    ]
+    loaded: Loaded = {"training": {"meta": {"gpu": "NVIDIA H200"}, "rows": rows}}
+    full, causal = auto.training_crossovers_of(loaded)
+    # Half way between 4096 and 8192, in logarithms, of the heads that 8192 has.
+    assert full == {"D": 64, "causal": False, "group": 1, "heads": 8, "from_length": 5888}
+    assert causal == {"D": 64, "causal": True, "group": 1, "heads": 4, "from_length": None}
+    before = auto.CONFIG.read_text()
+    table = json.loads(auto.config(loaded, before))
+    assert [row for row in table["training"] if row["gpu"] == "NVIDIA H200"] == [
+        {"gpu": "NVIDIA H200", **row} for row in (full, causal)
+    ]
+    assert table["rows"] == json.loads(before)["rows"]
+    judged = auto.training_checks(loaded)
+    assert [(check.value, check.verdict) for check in judged] == [(1.0, "PASS")] * 8
+    next(row for row in rows if row["N"] == 16384 and row["recipe"] == "balanced")["ms"] = 1.2
+    assert [(check.cell[:7], check.value) for check in auto.training_checks(loaded) if check.verdict == "FAIL"] == [
+        ("S 16384", 1.2)
+    ]
+
+
+def loss_rows(case: str, curves: dict[str, list[float | None]]) -> list[Row]:
+    """Of one seed more than there is a base for."""
+    impls = {"balanced": ("helion_attn", "balanced")}
+    return [
+        dict(zip(("impl", "recipe"), impls.get(name, (name, None)), strict=True))
+        | {"case": case, "seed": seed, "losses": losses, "ms": 1.0}
+        for name, losses in curves.items()
+        for seed in ((0,) if name == loss_curves.BASE else (0, 1))
+    ]
+
+
+def test_distances_of_loss_curves() -> None:
+    base: list[float | None] = [2.0, 1.0, 1.0]
+    rows = loss_rows("near", {"cudnn_bf16": base, "flash_bf16": [2.0, 1.1, 0.9], "balanced": [2.1, 0.9, 1.1]})
+    rows += loss_rows("far", {"cudnn_bf16": base, "flash_bf16": [2.0, 1.1, 1.0], "balanced": [2.1, 1.1, 1.1]})
+    rows += loss_rows("broken", {"cudnn_bf16": base, "flash_bf16": [2.0, 1.1, 1.0], "balanced": [2.0, None, 1.0]})
+    loaded: Loaded = {"loss_curves": {"meta": {"gpu": "NVIDIA H200"}, "rows": rows}}
+    found = {check.cell: check for check in loss_curves.checks(loaded)}
+    assert found["near"].value == pytest.approx(1.5)
+    assert found["far"].value == pytest.approx(3.0)
+    assert {name: check.verdict for name, check in found.items()} == {"near": "PASS", "far": "FAIL", "broken": "FAIL"}
+    (table,) = loss_curves.tables(loaded)
+    assert len(table.body) == 9
+
+
+def test_loss_curves_start_alike() -> None:
+    """At an equal seed the first loss is of the same weights and text, the second of a step that changed them."""
+    size = loss_curves.CPU_SIZE
+    data = loss_curves.text(torch.device("cpu"))[: size.S + 2]
+    attends = loss_curves.contenders(torch.device("cpu")).values()
+    curves = [loss_curves.train(size, attend, 16.0, 0, data) for attend in attends]
+    for first, second in curves:
+        assert first == pytest.approx(curves[0][0], abs=2e-3)
+        assert second < first - 0.02
+    other = loss_curves.train(size, next(iter(attends)), 16.0, 1, data)
+    assert abs(other[0] - curves[0][0]) > 0.01
+    assert loss_curves.rate(0, 300) < loss_curves.rate(29, 300) == 1
+    assert loss_curves.rate(300, 300) == pytest.approx(0.1)
 
 
 def test_every_promise_has_one_bound() -> None:
