@@ -1,4 +1,4 @@
-"""Gradients under what PyTorch puts around a model: torch.compile, checkpoints, autocast, double backward, DDP."""
+"""Gradients under what PyTorch puts around a model: torch.compile, checkpoints, autocast, double backward."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 from torch.utils.checkpoint import checkpoint
 
 import helion_attn as ha
@@ -76,27 +74,3 @@ def test_gradients_accumulate_over_two_uses(qkv: list[torch.Tensor]) -> None:
     second = torch.autograd.grad(twice[0], qkv)
     for x, y in zip(first, second, strict=True):
         assert torch.equal(2 * x, y)
-
-
-def test_distributed_data_parallel() -> None:
-    class Block(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.qkv = torch.nn.Linear(32, 3 * 64, bias=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            q, k, v = self.qkv(x).view(1, -1, 3, 2, 32).unbind(2)
-            return ha.attention(q, k, v, layout="bshd", causal=True)
-
-    torch.manual_seed(0)
-    block, x = Block(), torch.randn(1, 30, 32)
-    block(x).square().sum().backward()
-    expected = block.qkv.weight.grad
-    assert expected is not None
-    block.zero_grad()
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        torch.nn.parallel.DistributedDataParallel(block)(x).square().sum().backward()
-    finally:
-        dist.destroy_process_group()
-    assert torch.equal(block.qkv.weight.grad, expected)  # type: ignore[arg-type]
