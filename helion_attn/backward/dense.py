@@ -30,7 +30,7 @@ from helion_attn.ops.dense import attention_args
 from helion_attn.ops.quantize import all_tensors, empty_quantized
 from helion_attn.preprocess import dequantize, unpack
 from helion_attn.problem import AttentionArgs, DenseArgs
-from helion_attn.types import PackedTensors, packed_fields
+from helion_attn.types import PackedTensors, Recipe, packed_fields
 
 
 class BackwardArgs(NamedTuple):
@@ -98,11 +98,48 @@ def backward_kernel(a: DenseArgs) -> kernels.BackwardKernel:
     )
 
 
+class DequantiseArgs(NamedTuple):
+    """Packed tensors, to be 16-bit rows.
+
+    Attributes:
+        packed: what `preprocess.unpack` takes.
+        m_len: queries.
+        n_len: keys.
+        d: head dim of Q and K.
+        d_v: of V.
+        recipe: of the packed tensors.
+        dtype: of the rows.
+        bshd: whether the rows lie as [B, S, heads, head dim].
+    """
+
+    packed: PackedTensors
+    m_len: int
+    n_len: int
+    d: int
+    d_v: int
+    recipe: Recipe
+    dtype: torch.dtype
+    bshd: bool
+
+
+def _dequantise(a: DequantiseArgs) -> tuple[torch.Tensor, ...]:
+    return unpack.launch(a.packed, a.m_len, a.n_len, a.d, a.d_v, a.recipe, a.dtype, a.bshd)
+
+
+def _fake_dequantise(a: DequantiseArgs) -> tuple[torch.Tensor, ...]:
+    (B, H), H_kv = a.packed.q_descale.shape[:2], a.packed.k_descale.size(1)
+    shapes = (B, H, a.m_len, a.d), (B, H_kv, a.n_len, a.d), (B, H_kv, a.n_len, a.d_v)
+    return tuple(laid(a.packed.q8.new_empty(shape, dtype=a.dtype), a.bshd) for shape in shapes)
+
+
+dequantise = Operation("fp8_attn_dequantise", DequantiseArgs, 3, _dequantise, _fake_dequantise)
+
+
 def dequantised(f: AttentionArgs, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return q, k and v [B, heads, S, head dim], K without its mean: on a GPU in one pass, where kernels take them."""
     sizes = f.m_len, f.n_len, f.d, f.d_v, f.recipe
     if f.packed.q8.is_cuda and unpack.takes(f.packed, f.recipe):
-        return unpack.launch(f.packed, *sizes, dtype, f.bshd)
+        return dequantise(DequantiseArgs(f.packed, *sizes, dtype, f.bshd))
     q, k, v = dequantize.unpack(f.packed, *sizes)
     return q.to(dtype), k.to(dtype), v.to(dtype)
 

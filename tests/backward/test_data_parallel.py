@@ -33,6 +33,8 @@ class Block(nn.Module):
         return self.out(ha.attention(q, k, v, layout="bshd", causal=True).flatten(2))
 
     def forward(self, x: Tensor) -> Tensor:
+        if torch.cuda.is_available():  # what is first initialised inside a checkpoint is an error
+            torch.cuda.init()
         attended: Tensor = checkpoint(self.attend, x, use_reentrant=False)
         return x + attended
 

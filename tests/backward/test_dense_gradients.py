@@ -288,7 +288,6 @@ CHOICES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("flash", {"causal": True}, {"N": 5000}),
     ("flash", {"window": (100, 0)}, {}),
     ("flash", {"causal": True, "window": (100, 0)}, {}),
-    ("flash", {}, {"D": 256, "D_v": 256}),
     ("flash", {}, {"M": 1}),
     ("flash", {}, {"packed_sequences": True}),
     ("chunked", {"softcap": 30.0}, {}),
@@ -311,6 +310,13 @@ def test_which_kernel(name: str, options: dict[str, Any], changed: dict[str, Any
     chosen = kernels.choose(case._replace(**changed))
     assert chosen.name == name
     assert chosen.is_slow == (name == "chunked" and "is_cuda" not in changed)
+
+
+@pytest.mark.parametrize(("version", "name"), [(None, "flash"), (90900, "flash"), (91000, "cudnn")])
+def test_which_cudnn_has_head_dim_256(version: int | None, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    q = torch.zeros(1, 1, 64, 256, dtype=torch.bfloat16)
+    assert dense.backward_kernel(dense_problem(q, q, q)).name == name
 
 
 def test_deterministic_algorithms_are_kept() -> None:

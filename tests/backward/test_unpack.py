@@ -10,6 +10,7 @@ import torch
 import helion_attn as ha
 from devtools.inputs import make_qkv
 from devtools.sm90 import compile_for_sm90, fake_cuda
+from helion_attn.backward import dense
 from helion_attn.configs import packing, row_width
 from helion_attn.preprocess import unpack
 from helion_attn.preprocess.dequantize import unpack as expected_of
@@ -27,10 +28,14 @@ def test_values(recipe: Any, D: int, bshd: bool, device: str) -> None:
     qkv = ha.quantize(q, k, v, recipe=recipe)
     assert unpack.takes(qkv, qkv.recipe)
     sizes = 70, 150, D, D, qkv.recipe
-    for x, y in zip(unpack.launch(qkv, *sizes, torch.float32, bshd), expected_of(qkv, *sizes), strict=True):
+    asked = dense.DequantiseArgs(qkv, *sizes, torch.float32, bshd)
+    for x, y in zip(dense.dequantise(asked), expected_of(qkv, *sizes), strict=True):
         assert (x.transpose(1, 2) if bshd else x).is_contiguous()
         assert ((x - y).norm() / y.norm()).item() < 2**-22
-    assert {x.dtype for x in unpack.launch(qkv, *sizes, torch.bfloat16, bshd)} == {torch.bfloat16}
+    halves = asked._replace(dtype=torch.bfloat16)
+    assert {x.dtype for x in dense.dequantise(halves)} == {torch.bfloat16}
+    op = torch.ops.helion_attn.fp8_attn_dequantise
+    torch.library.opcheck(op, dense.dequantise.values(halves), test_utils="test_faketensor")
 
 
 def test_what_kernels_do_not_take() -> None:
