@@ -342,6 +342,22 @@ def test_torch_compile(dynamic: bool, device: str) -> None:
         assert counter.frame_count == 2
 
 
+def test_torch_compile_with_gradients(device: str) -> None:
+    """So it is by both passes' table, and whether a gradient is needed is a guard too."""
+    torch._dynamo.reset()
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return ha.attention(q, k, v, causal=True, recipe="auto")
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=False)
+    for S in (BOTH_FROM - 8, BOTH_FROM):
+        qkv = [x.requires_grad_() for x in make_qkv("randn", 1, 2, 2, S, S, 64, device=device)]
+        found, expected = (torch.autograd.grad(f(*qkv).float().square().sum(), qkv) for f in (compiled, attend))
+        assert all(map(torch.equal, found, expected))
+        with torch.no_grad():
+            assert torch.equal(compiled(*qkv), ha.attention(*qkv, causal=True))
+
+
 @pytest.mark.gpu
 def test_cuda_graphs() -> None:
     for S in (FROM - 1, FROM):
