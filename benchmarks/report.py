@@ -112,6 +112,7 @@ CHECKED_FILES = (
         "split",
     ),
     *("decode", "language_model", "model_channels", "startup", "host", "distributed", "auto", "steps", "norms"),
+    *("training", "loss_curves"),
 )
 
 
