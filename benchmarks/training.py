@@ -263,7 +263,7 @@ def checks(loaded: Loaded) -> list[Check]:
             ratios.append(ours_["ms"] / theirs["ms"])
     if ratios:
         mean = statistics.geometric_mean(ratios)
-        found.append(Check("forward and backward, time / PyTorch's", "mean of 16k and 32k", mean, 1 / 1.08))
+        found.append(Check("forward and backward, mean time / PyTorch's", "16k and 32k", mean, 1 / 1.08))
     for row in rows_of(loaded, "training", stage="dequantise"):
         of = {name: row[name] for name in ("D", "N", "H", "causal")}
         backward = _cell(loaded, "helion_attn", DEFAULT, "backward", **of)
