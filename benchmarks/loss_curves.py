@@ -29,7 +29,7 @@ from benchmarks.lib.plots import grid, legend, line, log_axis
 from benchmarks.lib.problem import workload
 from benchmarks.lib.recipes import DEFAULT
 from benchmarks.lib.suite import Block, Options, Plot, Suite, progress
-from benchmarks.lib.tables import LABELS, Table, number, ratio, rows_of, series, series_in, values_of
+from benchmarks.lib.tables import LABELS, Table, number, ratio, rows_of, series, series_in
 from benchmarks.training import Attend, ours, pytorch
 
 SEEDS = (0, 1, 2)
@@ -177,6 +177,12 @@ def run(options: Options, results: Results) -> None:
 # --- what it says ---------------------------------------------------------------------------------
 
 
+def by_case(loaded: Loaded) -> dict[str, list[Row]]:
+    """The rows of each case that was measured."""
+    found = {case: rows_of(loaded, "loss_curves", case=case) for case in CASES}
+    return {case: rows for case, rows in found.items() if rows}
+
+
 def curve(row: Row) -> list[float]:
     """The losses of a row, NaN where they were not finite."""
     return [math.nan if loss is None else loss for loss in row["losses"]]
@@ -199,8 +205,7 @@ def distance(rows: Iterable[Row], name: str) -> float | None:
 def tables(loaded: Loaded) -> list[Table]:
     """The last loss and the distance from cuDNN's curves, by case."""
     body = []
-    for (case,) in values_of(rows_of(loaded, "loss_curves"), "case"):
-        of_case = rows_of(loaded, "loss_curves", case=case)
+    for case, of_case in by_case(loaded).items():
         between = distance(of_case, OTHER)
         for name in series_in(of_case):
             mine = [row for row in of_case if series(row) == name]
@@ -216,8 +221,7 @@ def tables(loaded: Loaded) -> list[Table]:
 def checks(loaded: Loaded) -> list[Check]:
     """The default's distance from bf16, over that between two bf16 backends."""
     found = []
-    for (case,) in values_of(rows_of(loaded, "loss_curves"), "case"):
-        of_case = rows_of(loaded, "loss_curves", case=case)
+    for case, of_case in by_case(loaded).items():
         apart = ratio(distance(of_case, DEFAULT), distance(of_case, OTHER))
         found.append(Check("distance of loss curves from bf16's / between two bf16 backends", case, apart, BOUND))
     return found
@@ -230,18 +234,17 @@ def smooth(values: list[float]) -> dict[int, float]:
 
 def plot(loaded: Loaded) -> Figure | None:
     """Losses above, distances from cuDNN's below, a column a case; means over seeds."""
-    cases = [case for (case,) in values_of(rows_of(loaded, "loss_curves"), "case")]
+    cases = by_case(loaded)
     if not cases:
         return None
     figure, axes = grid(2, len(cases))
-    for case, losses, apart in zip(cases, *axes, strict=True):
-        of_case = rows_of(loaded, "loss_curves", case=case)
+    for (case, of_case), losses, apart in zip(cases.items(), *axes, strict=True):
         for name in series_in(of_case):
             curves = [curve(row) for row in of_case if series(row) == name]
             line(losses, name, smooth([statistics.fmean(of_step) for of_step in zip(*curves, strict=True)]), float)
             if name != BASE:
                 line(apart, name, smooth(gaps(of_case, name)), float)
-        log_axis(apart)
+        log_axis(apart, (1.0, 2.0, 5.0))
         losses.set_title(case)
         apart.set_xlabel("step")
     axes[0][0].set_ylabel("loss, nats a byte")
