@@ -1,4 +1,4 @@
-"""The public functions: validate, choose block sizes, call the ops."""
+"""The public functions: check a call, make a record of it, run its plan (`plans.run`) or its operation."""
 
 from __future__ import annotations
 

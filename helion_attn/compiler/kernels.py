@@ -31,7 +31,7 @@ class Runner:
         self._in_order = itemgetter(*self._names) if len(self._names) > 1 else lambda of: (of[self._names[0]],)
 
     def run(self, arguments: Mapping[str, Any]) -> None:
-        """Run it with arguments by name, as many as it has; on buffers, plan that."""
+        """Run it with arguments by name. On buffers nothing runs: their plan gets the launch, for `Plan.run`."""
         if len(arguments) != len(self._names):
             unknown, missing = set(arguments) - {*self._names}, {*self._names} - set(arguments)
             raise TypeError(f"arguments that are unknown: {sorted(unknown)}, and missing: {sorted(missing)}")

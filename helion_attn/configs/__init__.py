@@ -32,7 +32,7 @@ class TileConfig:
         qk_bits: of a number of Q and K.
         pv_bits: of P and V.
         D_pad: padded head dim.
-        causal: which of the two specialisations.
+        causal: which of the two specialisations: a window or causality ends to the right, or none does.
         bm: query rows of a block; the same for both, since packing does not know the mask.
         bn: keys of a block; likewise.
         num_warps: warps of a program.
