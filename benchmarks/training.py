@@ -10,13 +10,16 @@ against fp64 on the bf16 tensors.
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 import statistics
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 import helion_attn as ha
 from benchmarks.lib.checks import Check
@@ -28,7 +31,8 @@ from benchmarks.lib.tables import Table, mask, number, rows_of, values_of
 from devtools.inputs import make_qkv
 from devtools.workloads import BENCH_HIDDEN, BENCH_TOKENS, Workload
 from helion_attn.api import dense_problem
-from helion_attn.backward import dense
+from helion_attn.backward import dense, kernels
+from helion_attn.options import ScoreOptions
 from helion_attn.testing import relative_error
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768)
@@ -51,6 +55,9 @@ ERRORS = {
     "k3x30": (0.065, 0.065),
     "k_channels": (0.065, 0.065),
 }
+
+#: Peers of a step with gradient checkpointing.
+NAMES = {"cudnn_bf16": "cuDNN bf16", "fa3_fa2_bf16": "FA3's forward, FA2's backward, bf16"}
 
 Attend = Callable[..., torch.Tensor]
 
@@ -87,6 +94,56 @@ def contenders(device: torch.device) -> dict[tuple[str, str | None], Attend]:
 def step(attend: Attend, qkv: list[torch.Tensor], d_out: torch.Tensor, causal: bool) -> None:
     """A forward and a backward pass."""
     torch.autograd.grad(attend(*qkv, causal), qkv, d_out)
+
+
+class Fa3WithFa2(torch.autograd.Function):
+    """FlashAttention-3's forward pass, whose wheel has no other, and FlashAttention-2's backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+        """Attend to [B, H, S, D]."""
+        fa3 = importlib.import_module("fa3_fwd_interface")
+        bshd = (x.transpose(1, 2) for x in (q, k, v))
+        out, lse = fa3.flash_attn_func(*bshd, causal=causal, return_attn_probs=True)
+        out = out.transpose(1, 2)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.softmax = ScoreOptions(causal=causal).resolved(q.size(3))
+        return cast(torch.Tensor, out)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: torch.Tensor) -> Any:
+        """dQ, dK and dV."""
+        q, k, v, out, lse = ctx.saved_tensors
+        return *kernels.flash(d_out, q, k, v, out, lse, ctx.softmax), None
+
+
+def checkpointed(attend: Attend, qkv: list[torch.Tensor], d_out: torch.Tensor) -> None:
+    """A step without a mask whose forward pass runs again before the backward pass."""
+    out = checkpoint(attend, *qkv, False, use_reentrant=False)
+    torch.autograd.grad(out, qkv, d_out)
+
+
+def measure_checkpointed(
+    w: Workload, options: Options, results: Results, fs: dict[tuple[str, str | None], Attend]
+) -> None:
+    """Time steps with gradient checkpointing, and the most memory that one takes besides its inputs."""
+    q, k, v = make_qkv("randn", w.B, w.H, w.H_kv, w.M, w.N, w.D, device=options.device)
+    qkv, d_out = [x.requires_grad_() for x in (q, k, v)], torch.randn_like(q)
+    steps: dict[tuple[str, str | None], Callable[[], object]] = {}
+    peaks = {}
+    for key, attend in fs.items():
+        steps[key] = functools.partial(checkpointed, attend, qkv, d_out)
+        steps[key]()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        steps[key]()
+        torch.cuda.synchronize()
+        peaks[key] = torch.cuda.max_memory_allocated() - before
+    ms = time_interleaved(steps, options.device, max(3, options.repeats // 2))
+    for (impl, recipe), taken in ms.items():
+        row = result_row(impl, w, "checkpointed", "randn", recipe=recipe, ms=taken)
+        results.add(row | {"tflops": None, "bytes_peak": peaks[impl, recipe]})
 
 
 def bytes_held(attend: Attend, qkv: list[torch.Tensor], causal: bool) -> int:
@@ -193,6 +250,11 @@ def run(options: Options, results: Results) -> None:
         measure_cell(w, options, results, fs)
         if w.N == MIDDLE:
             results.add(dequantising(w, options))
+    if not options.quick:
+        both = {key: f for key, f in fs.items() if key[0] in ("helion_attn", "cudnn_bf16")}
+        if importlib.util.find_spec("fa3_fwd_interface") is not None:
+            both["fa3_fa2_bf16", None] = Fa3WithFa2.apply
+        measure_checkpointed(workload(1, WAN[0], WAN[1], WAN[1], WAN[2]), options, results, both)
     windowed: dict[tuple[str, str | None], Attend] = {
         ("helion_attn_window", DEFAULT): ours(DEFAULT, window=(WINDOW, 0))
     }
@@ -238,7 +300,17 @@ def tables(loaded: Loaded) -> list[Table]:
     if body:
         headers = ["input", "D", "mask", "attention", "dQ", "dK", "dV"]
         found.append(Table("Errors of gradients against fp64", headers, body))
-    return found
+    return found + checkpointed_table(loaded)
+
+
+def checkpointed_table(loaded: Loaded) -> list[Table]:
+    """A video model's step with gradient checkpointing: milliseconds, and peak memory."""
+    body = []
+    for row in rows_of(loaded, "training", stage="checkpointed"):
+        name = NAMES.get(row["impl"], str(row["recipe"]).upper())
+        body.append([name, number(row["ms"], ".1f"), number(row["bytes_peak"] / 2**20, ",.0f")])
+    title = "A step of 75,600 tokens, 12 heads of 128, with gradient checkpointing"
+    return [Table(title, ["attention", "ms", "peak memory, MiB"], body)] if body else []
 
 
 def checks(loaded: Loaded) -> list[Check]:
