@@ -1,10 +1,9 @@
 """A paged KV cache in 8 bits, what appends to it, and attention over it: decoding, and prompts in chunks.
 
-A key may be less a constant of the cache, and has descales of its own, of K and of V. Those of V, and of e4m3 keys, are
-mostly those of their page's first key, which leave room for keys 18 times as large and more, and a kernel takes as one
-number a page. A key that they do not fit has others, and attention takes such keys in a second pass: nothing is
-clamped, and no key's descales depend on what came with it. Int8 keys have any descale, without a second pass. The price
-is 8 bytes a key and KV head: 3% of the bytes at D 128.
+A key may be less a constant of the cache. While its page fills, it has descales of its own, of K and of V, so that what
+is there is not quantised anew; a page that is full is closed, with one of each for all of its keys. Descales of V, and
+of e4m3 keys, are powers of two, so closing is an exact shift but for subnormals; int8 keys are rounded once more. The
+price of descales is 8 bytes a key and KV head: 3% of the bytes at D 128.
 """
 
 from __future__ import annotations
@@ -23,15 +22,16 @@ from helion_attn.names import options_of, reject_unknown_kwargs
 from helion_attn.numerics import MAX_CHANNEL_FACTOR_LOG2, SAMPLED_KEYS
 from helion_attn.options import CacheOptions, ScoreOptions
 from helion_attn.preprocess.lib.equalise import channel_factors_of
-from helion_attn.problem import AppendArgs, DecodeArgs, rope_arguments
-from helion_attn.types import CACHE_RECIPE, Layout, PagedKVCache, Recipe, RecipeName, Rope, as_cache_recipe
-from helion_attn.validate.dense import check_count
+from helion_attn.problem import AppendArgs, DecodeArgs, OpenPagesArgs, rope_arguments
+from helion_attn.types import CACHE_RECIPE, Layout, OpenPages, PagedKVCache, Recipe, RecipeName, Rope, as_cache_recipe
+from helion_attn.validate.dense import check_count, described
 from helion_attn.validate.kv_cache import (
     CONSTANTS,
     check_cache_constants,
     check_constant,
     check_kvcache_append,
     check_kvcache_attention,
+    check_open_pages,
     check_page_head_dim,
 )
 from helion_attn.validate.pages import check_pages_of_heads
@@ -231,7 +231,8 @@ def append_kvcache(
     *,
     layout: Layout = "bhsd",
     rope: Rope | None = None,
-) -> None:
+    drafts: int = 0,
+) -> OpenPages:
     """Quantise new keys and values and store them behind those of each sequence; `cache_seqlens` is not advanced.
 
     Key i of sequence b goes to position t = cache_seqlens[b] + i, that is slot t % page_size of page
@@ -239,8 +240,10 @@ def append_kvcache(
     or page they cannot have (a negative length, a position past the table, a page outside of the pool) is not stored;
     `attention_kvcache` gives NaN for such a sequence.
 
-    A sequence's keys must be appended in order: the append that fills slot 0 of a page chooses the page's descales, and
-    also clears the slots past its own last key.
+    A sequence's keys must be appended in order: the append that fills slot 0 of a page also clears the slots past its
+    own last key. A page that is full is closed: rewritten, so that one descale serves all of its keys and one all of
+    its values. Sequences may share closed pages. Where a sequence goes on from inside of one, it opens again, and must
+    be the sequence's own; the keys that stay keep what closing has made of them.
 
     Args:
         cache: written.
@@ -252,6 +255,12 @@ def append_kvcache(
         layout: "bhsd" or "bshd".
         rope: rotate K by position first. Its tables must reach all positions: one outside makes NaN of its key. It must
             not have positions of its own; and k must have a last-dimension stride of 1.
+        drafts: how many of each sequence's new keys, the last ones, may still be rejected, up to half of a page. Pages
+            that hold some of them stay open until the next append.
+
+    Returns:
+        The pages that it touched in the form that they do not have in the cache, for `attention_kvcache` of the
+        queries of the new keys.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is accepted.
@@ -268,7 +277,7 @@ def append_kvcache(
     """
 
     def problem() -> tuple[Any, AppendArgs]:
-        check_kvcache_append(cache, k, v, block_table, cache_seqlens, layout, rope)
+        check_kvcache_append(cache, k, v, block_table, cache_seqlens, layout, rope, drafts)
         swapped = layout == "bshd"
         return ops.append_kv, AppendArgs(
             k=k.transpose(1, 2) if swapped else k,
@@ -276,12 +285,24 @@ def append_kvcache(
             cache=cache,
             block_table=block_table,
             cache_seqlens=cache_seqlens,
+            drafts=drafts,
             rope=rope_arguments(rope),
         )
 
     in_cache = cache_tensors(cache)
     tensors = k, v, *in_cache, block_table, cache_seqlens, *rope_tensors(rope)
-    plans.run("append_kvcache", tensors, (layout, *cache_sizes(cache), interleaved(rope)), problem, in_cache[:4])
+    options = layout, *cache_sizes(cache), interleaved(rope), drafts
+    k8, v8, k_descale, v_descale = plans.run("append_kvcache", tensors, options, problem, in_cache[:4])
+    return OpenPages(k8, v8, k_descale, v_descale, k.size(2 if layout == "bhsd" else 1), drafts)
+
+
+def open_page_fields(pages: OpenPages | None) -> tuple[Any, ...]:
+    """The fields of `OpenPagesArgs`."""
+    if pages is None:
+        return None, None, None, None, 0, 0
+    if not isinstance(pages, OpenPages):
+        raise TypeError(f"open_pages is {described(pages)}; it must be None or what append_kvcache returned")
+    return pages.k8, pages.v8, pages.k_descale, pages.v_descale, pages.keys, pages.drafts
 
 
 def decode_problem(
@@ -290,6 +311,7 @@ def decode_problem(
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
     *,
+    open_pages: OpenPages | None = None,
     causal: bool = True,
     sm_scale: float | None = None,
     layout: Layout = "bhsd",
@@ -303,12 +325,14 @@ def decode_problem(
     """The arguments of `attention_kvcache`, checked, as its operation takes them."""
     scores = ScoreOptions(causal=causal, sm_scale=sm_scale, window=window, softcap=softcap, sinks=sinks)
     check_kvcache_attention(q, cache, block_table, cache_seqlens, layout, scores, return_lse, num_splits, out_dtype)
+    check_open_pages(open_pages, cache, block_table)
     if debugging():  # not in a check that flash-attn's function makes before it appends
         check_appended(q, cache, block_table, cache_seqlens, layout)
     softmax = scores.resolved(cache.D)
     return DecodeArgs(
         q=q.transpose(1, 2) if layout == "bshd" else q,
         cache=cache,
+        open_pages=OpenPagesArgs(*open_page_fields(open_pages)),
         block_table=block_table,
         cache_seqlens=cache_seqlens,
         splits=num_splits,
@@ -329,6 +353,8 @@ def attention_of_heads(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`attention_kvcache` with pages of every KV head: each is a sequence of its own, and a page's heads are pages."""
     layout = options.pop("layout", "bhsd")
+    if options.pop("open_pages", None) is not None:
+        raise NotImplementedError("open_pages is given; with a block table of every KV head it must be None")
     check_pages_of_heads(q, cache, block_table, cache_seqlens, layout, options.get("window"), options.get("sinks"))
     swapped = layout == "bshd"
     q = q.transpose(1, 2) if swapped else q
@@ -398,10 +424,9 @@ def attention_kvcache(
 
     The heads that share a KV head, times M, are the rows of tiles. Below 64 rows, `fp8_attn_decode` has tiles of up to
     32. From 64 on, `fp8_attn_prefill` has tiles of 64 or 128: for a prompt in chunks, or drafts of several tokens. A
-    tile's pages are split over programs where tiles are few. Q is quantised on the way, one descale a row. A page costs
-    as much again for each descale of V, of e4m3 keys for each pair with K's, that some of its keys have in place of its
-    first key's, and for rows whose scores are beyond fp16. A NaN or infinity makes NaN of the rows that see its key, in
-    V also of others whose tile reads its page. With N for cache_seqlens[b], masks and results are those of `attention`.
+    tile's pages are split over programs where tiles are few. Q is quantised on the way, one descale a row. A NaN or
+    infinity makes NaN of the rows that see its key; in V, and in K of int8 where its page is closed, also of others
+    whose tile reads its page. With N for cache_seqlens[b], masks and results are those of `attention`.
 
     Args:
         q: [B, H, M, D], bf16, fp16 or fp32, any strides; with layout="bshd", H and M swapped. H is a multiple of the
@@ -411,6 +436,9 @@ def attention_kvcache(
             end are not read. Or [B, H_kv, pages], for each KV head the pages that its queries see, such as `pages.top`
             chooses; then `cache_seqlens` is [B, H_kv], `causal` counts keys as
             they are listed, and `window` and `sinks` are not supported.
+        open_pages: what `append_kvcache` returned of the keys that these queries came with. A causal query at position
+            i then sees the page of its own key open, as it was before it was full, whatever came with it, and all
+            earlier pages closed. Without, queries see pages as the cache has them: full ones closed.
         cache_seqlens: int32 [B], the keys of each sequence, those of the queries included. Neither table is read on the
             host. A length that is negative or exceeds the block table makes NaN of the sequence's output, and a page
             outside of the pool of the rows that see it, at least.
@@ -423,8 +451,9 @@ def attention_kvcache(
         num_splits: runs into which the pages that a query sees are split; chosen by default, from the shapes and the
             GPU. The results of two choices differ in their rounding. If it is given, and no more than the width of the
             block table, a query's out and lse have bits that depend on the query, the keys that it sees as the cache
-            stores them, and this number alone: in a chunk of any length, in any batch, on any pages. A NaN or infinity
-            is an exception, as above.
+            stores them, and this number alone: in a chunk of any length, in any batch, on any pages; with `open_pages`,
+            on the keys alone, however they were appended and with whatever drafts, unless a sequence went on from
+            inside of a closed page. A NaN or infinity is an exception, as above.
         return_lse: also return the log-sum-exp of the scores.
         out_dtype: bf16, fp16 or fp32; q's by default.
 
@@ -452,8 +481,9 @@ def attention_kvcache(
     if isinstance(block_table, torch.Tensor) and block_table.dim() == 3:
         return attention_of_heads(q, cache, block_table, cache_seqlens, return_lse, **options)
     more, of_sinks = split_tensors(sinks=options.get("sinks"))
-    rest = {name: x for name, x in options.items() if name != "sinks"}
-    tensors = q, *cache_tensors(cache), block_table, cache_seqlens, *more
-    given = *cache_sizes(cache), return_lse, *rest, *rest.values(), *of_sinks
+    rest = {name: x for name, x in options.items() if name not in ("sinks", "open_pages")}
+    opened = open_page_fields(options.get("open_pages"))
+    tensors = q, *cache_tensors(cache), *opened[:4], block_table, cache_seqlens, *more
+    given = *cache_sizes(cache), *opened[4:], return_lse, *rest, *rest.values(), *of_sinks
     out, lse = plans.run("attention_kvcache", tensors, given, problem)
     return (out, lse) if return_lse else out

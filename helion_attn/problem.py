@@ -376,12 +376,30 @@ class MergeArgs(NamedTuple):
     bshd: bool
 
 
+class OpenPagesArgs(NamedTuple):
+    """What an append returned, as `OpenPages` has it.
+
+    Attributes:
+        k8: and the other tensors, pages as those of the cache, or None.
+        keys: how many were appended to each sequence; 0 without the tensors.
+        drafts: how many of them may still be rejected.
+    """
+
+    k8: torch.Tensor | None
+    v8: torch.Tensor | None
+    k_descale: torch.Tensor | None
+    v_descale: torch.Tensor | None
+    keys: int
+    drafts: int
+
+
 class DecodeArgs(NamedTuple):
     """Attention over a paged cache.
 
     Attributes:
         q: [B, H, M, D], bf16, fp16 or fp32, any strides.
         cache: keys and values.
+        open_pages: of the append before, whose queries these are.
         block_table: int32 [B, max_pages].
         cache_seqlens: int32 [B].
         splits: runs of a sequence's pages; None for the choice by shapes and GPU.
@@ -391,6 +409,7 @@ class DecodeArgs(NamedTuple):
 
     q: torch.Tensor
     cache: PagedKVCache
+    open_pages: OpenPagesArgs
     block_table: torch.Tensor
     cache_seqlens: torch.Tensor
     splits: int | None
@@ -588,6 +607,7 @@ class AppendArgs(NamedTuple):
         cache: written.
         block_table: int32 [B, max_pages].
         cache_seqlens: int32 [B].
+        drafts: how many of them, the last ones, may still be rejected.
         rope: rotates K.
     """
 
@@ -596,4 +616,5 @@ class AppendArgs(NamedTuple):
     cache: PagedKVCache
     block_table: torch.Tensor
     cache_seqlens: torch.Tensor
+    drafts: int
     rope: RopeArgs

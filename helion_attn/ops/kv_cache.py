@@ -13,10 +13,16 @@ from helion_attn.ops.declare import Operation
 from helion_attn.problem import AppendArgs, DecodeArgs
 
 
-def _launch_append(a: AppendArgs) -> None:
+def _launch_append(a: AppendArgs) -> tuple[torch.Tensor, ...]:
     from helion_attn.preprocess import append
 
-    append.launch(a)
+    return append.launch(a)
+
+
+def _empty_open_pages(a: AppendArgs) -> tuple[torch.Tensor, ...]:
+    from helion_attn.preprocess.close_pages import empty_open_pages
+
+    return empty_open_pages(a)
 
 
 def empty_outputs(a: DecodeArgs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,9 +61,9 @@ def _launch_decode(a: DecodeArgs) -> tuple[torch.Tensor, torch.Tensor]:
 append_kv = Operation(
     "append_kv",
     AppendArgs,
-    0,
+    4,
     _launch_append,
-    lambda a: None,
+    _empty_open_pages,
     mutates=("cache.k8", "cache.v8", "cache.k_descale", "cache.v_descale"),
     call=calls.of_append,
 )

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from helion_attn.configs import MAX_PAGE_D, page_packing
 from helion_attn.debug_state import debugging
 from helion_attn.options import ScoreOptions
-from helion_attn.types import PagedKVCache, Rope
+from helion_attn.types import OpenPages, PagedKVCache, Rope
 from helion_attn.validate.dense import (
     IN_DTYPES,
     MAX_COUNT,
@@ -161,6 +161,7 @@ def check_kvcache_append(
     cache_seqlens: torch.Tensor,
     layout: str,
     rope: Rope | None,
+    drafts: int = 0,
     names: dict[str, str] = CACHE_NAMES,
 ) -> None:
     """The arguments of `append_kvcache`."""
@@ -177,6 +178,11 @@ def check_kvcache_append(
         raise ValueError(f"k has {H_kv} heads; the cache has {cache.k8.size(1)}")
     check_page_tables(block_table, cache_seqlens, B, k.device, names["block_table"])
     pages, page_size = block_table.size(1), cache.page_size
+    if type(drafts) is not int or not 0 <= drafts <= min(L, page_size // 2):
+        raise ValueError(
+            f"drafts is {drafts!r}; it must be an int in 0..{min(L, page_size // 2)}: at most the new keys of a "
+            f"sequence, and half of a page"
+        )
     if pages * page_size < L:
         raise ValueError(
             f"k has {L} keys; {pages} pages of {page_size}, the width of {names['block_table']}, cannot hold them"
@@ -190,6 +196,22 @@ def check_kvcache_append(
     if debugging():
         check_cache_values(cache, block_table, cache_seqlens, names["block_table"], L)
         note_append(cache, block_table, cache_seqlens, L)
+
+
+def check_open_pages(pages: OpenPages | None, cache: PagedKVCache, block_table: torch.Tensor) -> None:
+    """None, or what `append_kvcache` returned for such a cache and as many sequences."""
+    if pages is None:
+        return
+    width = (pages.keys + 2 * cache.page_size - 2) // cache.page_size
+    for name in ("k8", "v8", "k_descale", "v_descale"):
+        x, of_cache = getattr(pages, name), getattr(cache, name)
+        shape = (block_table.size(0) * width, *of_cache.shape[1:])
+        if x.shape != shape or x.dtype != of_cache.dtype or x.device != of_cache.device or not x.is_contiguous():
+            raise ValueError(
+                f"open_pages.{name} is {x.dtype} {tuple(x.shape)} on {x.device}; with this cache, {pages.keys} new "
+                f"keys and {block_table.size(0)} sequences it must be contiguous {of_cache.dtype} {shape} on "
+                f"{of_cache.device}, as append_kvcache returns it"
+            )
 
 
 def check_kvcache_attention(

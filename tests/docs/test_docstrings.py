@@ -80,7 +80,7 @@ def test_example(name: str) -> None:
     """It is there, names what it is an example of, and runs."""
     code = example(PUBLIC[name])
     assert code, f"{name} has no example"
-    made_by = {"ha.PagedKVCache": "ha.paged_kv_cache"}
+    made_by = {"ha.PagedKVCache": "ha.paged_kv_cache", "ha.OpenPages": "ha.append_kvcache"}
     assert {name, made_by.get(name, name)} & names_in(code), f"the example does not name {name}"
     if name in NEEDED:
         pytest.importorskip(NEEDED[name])
