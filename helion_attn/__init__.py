@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from helion_attn import masks, pages, reference
+from helion_attn import kv_cache, masks, pages, reference
 from helion_attn.api import (
     attention,
     attention_quantized,
@@ -93,6 +93,7 @@ __all__ = [
     "hadamard",
     "hadamard_matrix",
     "is_supported",
+    "kv_cache",
     "masks",
     "pack",
     "paged_kv_cache",

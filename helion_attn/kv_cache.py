@@ -20,22 +20,27 @@ from helion_attn.configs import page_packing
 from helion_attn.debug_state import debugging
 from helion_attn.names import options_of, reject_unknown_kwargs
 from helion_attn.numerics import MAX_CHANNEL_FACTOR_LOG2, SAMPLED_KEYS
-from helion_attn.options import CacheOptions, ScoreOptions
+from helion_attn.options import CacheOptions, ScoreOptions, StepOptions
 from helion_attn.preprocess.lib.equalise import channel_factors_of
-from helion_attn.problem import AppendArgs, DecodeArgs, OpenPagesArgs, rope_arguments
+from helion_attn.problem import AppendArgs, DecodeArgs, OpenPagesArgs, StepArgs, open_page_count, rope_arguments
 from helion_attn.types import CACHE_RECIPE, Layout, OpenPages, PagedKVCache, Recipe, RecipeName, Rope, as_cache_recipe
 from helion_attn.validate.dense import check_count, described
 from helion_attn.validate.kv_cache import (
     CONSTANTS,
     check_cache_constants,
     check_constant,
+    check_kv_cache,
     check_kvcache_append,
     check_kvcache_attention,
     check_open_pages,
     check_page_head_dim,
+    check_step,
 )
 from helion_attn.validate.pages import check_pages_of_heads
 from helion_attn.validate.values import check_appended
+
+#: What has no name in `helion_attn` itself.
+__all__ = ["step", "step_open_pages"]
 
 
 def steady_mean(k: torch.Tensor, positions: int) -> torch.Tensor:
@@ -486,4 +491,197 @@ def attention_kvcache(
     tensors = q, *cache_tensors(cache), *opened[:4], block_table, cache_seqlens, *more
     given = *cache_sizes(cache), *opened[4:], return_lse, *rest, *rest.values(), *of_sinks
     out, lse = plans.run("attention_kvcache", tensors, given, problem)
+    return (out, lse) if return_lse else out
+
+
+def step_open_pages(cache: PagedKVCache, tokens: int, sequences: int, *, drafts: int = 0) -> OpenPages:
+    """Memory for the open pages of a `step` of at most so many tokens and sequences; not initialised.
+
+    Layers whose keys are others' read there what the layer that appended them wrote: `step(open_pages=)`.
+
+    Args:
+        cache: of the layer that appends.
+        tokens: rows of `step`'s q.
+        sequences: rows of its block table.
+        drafts: as `step` has it.
+
+    Example:
+        cache = ha.paged_kv_cache(num_pages=2, H_kv=2, D=64)
+        open_pages = ha.kv_cache.step_open_pages(cache, tokens=8, sequences=2)
+    """
+    check_kv_cache(cache)
+    check_count("tokens", tokens)
+    check_count("sequences", sequences)
+    count = open_page_count(tokens, sequences, cache.page_size, drafts)
+    k8, v8, k_descale, v_descale = (
+        x.new_empty((count, *x.shape[1:])) for x in (cache.k8, cache.v8, cache.k_descale, cache.v_descale)
+    )
+    return OpenPages(k8, v8, k_descale, v_descale, tokens, drafts)
+
+
+def step_problem(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    cache: PagedKVCache,
+    cu_seqlens: torch.Tensor,
+    block_table: torch.Tensor,
+    seqlens: torch.Tensor,
+    *,
+    drafts: int = 0,
+    open_pages: OpenPages | None = None,
+    out: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool = True,
+    sm_scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    rope: Rope | None = None,
+) -> StepArgs:
+    """The arguments of `step`, checked, as its operation takes them."""
+    scores = ScoreOptions(causal=causal, sm_scale=sm_scale, window=window, softcap=softcap, sinks=sinks)
+    check_step(
+        q, k, v, cache, cu_seqlens, block_table, seqlens, drafts, open_pages, out, max_seqlen_q, max_seqlen_k, scores,
+        num_splits, return_lse, rope,
+    )  # fmt: skip
+    softmax = scores.resolved(cache.D)
+    opened = OpenPagesArgs(*open_page_fields(open_pages))._replace(keys=0, drafts=drafts)
+    return StepArgs(
+        q=q,
+        k=k,
+        v=v,
+        cache=cache,
+        open_pages=opened,
+        cu_seqlens=cu_seqlens,
+        block_table=block_table,
+        seqlens=seqlens,
+        out=q.new_empty((q.size(0), q.size(1), cache.D_v)) if out is None else out,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        splits=num_splits,
+        softmax=softmax,
+        shift_lse=softmax.needs_k_mean_correction(return_lse),
+        rope=rope_arguments(rope),
+    )
+
+
+@overload
+def step(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    cache: PagedKVCache,
+    cu_seqlens: torch.Tensor,
+    block_table: torch.Tensor,
+    seqlens: torch.Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[StepOptions],
+) -> torch.Tensor: ...
+@overload
+def step(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    cache: PagedKVCache,
+    cu_seqlens: torch.Tensor,
+    block_table: torch.Tensor,
+    seqlens: torch.Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[StepOptions],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@reject_unknown_kwargs
+@options_of(step_problem)
+def step(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    cache: PagedKVCache,
+    cu_seqlens: torch.Tensor,
+    block_table: torch.Tensor,
+    seqlens: torch.Tensor,
+    *,
+    return_lse: bool = False,
+    **options: Unpack[StepOptions],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Append new keys and values to a paged cache, and attend to it: a step of an engine, in one call.
+
+    Tokens of all sequences follow each other, as many of each as there are: prompts, chunks of them and decodes. A
+    query sees its own key and the earlier ones of its sequence, as the cache stores them: the page of its own key open,
+    and all earlier ones closed, as `attention_kvcache` has it with `open_pages`.
+
+    Nothing is read on the host. Lengths and pages are values of tensors, so a CUDA graph serves any batch of as many
+    tokens and rows. `fp8_attn_decode` takes sequences of as few queries as fill the tiles of one new token and
+    its drafts, `fp8_attn_prefill` those of more.
+
+    Args:
+        q: [tokens, H, D], bf16, fp16 or fp32, any strides. H is a multiple of the cache's H_kv.
+        k: [tokens, H_kv, D], same dtype, any strides; or None, as v: then nothing is appended.
+        v: [tokens, H_kv, D_v].
+        cache: from `paged_kv_cache`; written if k is given.
+        cu_seqlens: int32 [B + 1], contiguous: sequence b has tokens `cu_seqlens[b]` up to `cu_seqlens[b + 1]`, at least
+            0 and no more than there are. Tokens behind the last sequence are of none.
+        block_table: int32 [B, pages of a sequence], contiguous: the pages of each sequence. Sequences do not share a
+            page that is appended to.
+        seqlens: int32 [B], contiguous: the keys of each sequence, those of its tokens here included. A sequence of 0 or
+            less is padding: its keys are not stored, and its rows of the output not written. One that exceeds the block
+            table gives NaN.
+        drafts: how many of each sequence's new tokens, the last ones, may still be rejected, up to half of a page.
+            Pages that hold some of them stay open until the next step.
+        open_pages: from `step_open_pages`. With k, memory for pages in the form that the cache does not have, in place
+            of the call's own. Without k, what a step of the same batch wrote there: then queries see what
+            that step's see. Without both they see pages as the cache has them.
+        out: [tokens, H, D_v], contiguous, bf16, fp16 or fp32, written; made by default, of q's dtype.
+        max_seqlen_q: the most tokens of a sequence. It and the next choose splits; a call that exceeds them is
+            right, and slower.
+        max_seqlen_k: the most keys of a sequence.
+        causal: as `attention_kvcache` has it, and so sm_scale, window, softcap, sinks and num_splits.
+        sm_scale: likewise.
+        window: likewise.
+        softcap: likewise.
+        sinks: likewise.
+        num_splits: likewise.
+        return_lse: also return the log-sum-exp of the scores.
+        rope: rotate K by position first, as `append_kvcache` has it.
+
+    Returns:
+        out, and fp32 lse [H, tokens], natural log, if asked for. Rows of padding, and of no sequence, are not written.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what is accepted.
+        NotImplementedError: neither a CUDA device of compute capability 9.0 nor the CPU.
+        RuntimeError: an input requires grad, in grad mode, or has a tangent.
+
+    Example:
+        cache = ha.paged_kv_cache(num_pages=2, H_kv=2, D=64)
+        block_table = torch.tensor([[1], [0]], dtype=torch.int32)
+        cu_seqlens = torch.tensor([0, 7, 8], dtype=torch.int32)  # a prompt of seven tokens, and one of one
+        seqlens = torch.tensor([7, 1], dtype=torch.int32)
+        q = torch.randn(8, 4, 64, dtype=torch.bfloat16)
+        k, v = torch.randn(2, 8, 2, 64, dtype=torch.bfloat16)
+        out = ha.kv_cache.step(q, k, v, cache, cu_seqlens, block_table, seqlens)
+    """
+    out: Any = options.pop("out", None)
+    if out is None and isinstance(q, torch.Tensor) and q.dim() == 3 and isinstance(cache, PagedKVCache):
+        out = q.new_empty((q.size(0), q.size(1), cache.D_v))
+    opened = options.pop("open_pages", None)
+
+    def problem() -> tuple[Any, StepArgs]:
+        given: dict[str, Any] = {**options, "out": out, "open_pages": opened, "return_lse": return_lse}
+        return ops.step, step_problem(q, k, v, cache, cu_seqlens, block_table, seqlens, **given)
+
+    more, of_tensors = split_tensors(rope=options.get("rope"), sinks=options.get("sinks"))
+    rest = {name: x for name, x in options.items() if name not in ("sinks", "rope")}
+    in_cache, pages = cache_tensors(cache), open_page_fields(opened)[:4]
+    tensors = q, k, v, *in_cache, *pages, cu_seqlens, block_table, seqlens, out, *more
+    key = *cache_sizes(cache), return_lse, *rest, *rest.values(), *of_tensors
+    written = [out] if k is None else [out, *in_cache[:4], *(x for x in pages if x is not None)]
+    returned = plans.run("kv_cache.step", tensors, key, problem, written)
+    # One tensor, or a plan's.
+    lse = returned if isinstance(returned, torch.Tensor) else returned[0]
     return (out, lse) if return_lse else out

@@ -200,3 +200,14 @@ class CacheOptions(AttentionOptions, SplitOptions, total=False):
 
     layout: Layout
     open_pages: OpenPages | None
+
+
+class StepOptions(ScoreKwargs, SplitOptions, total=False):
+    """Those of `helion_attn.kv_cache.step`."""
+
+    drafts: int
+    open_pages: OpenPages | None
+    out: torch.Tensor | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    rope: Rope | None

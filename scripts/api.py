@@ -35,7 +35,12 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 
 #: Modules of public functions, by title.
-MODULES: dict[str, ModuleType] = {"Masks": ha.masks, "Pages of a cache": ha.pages, "Reference": ha.reference}
+MODULES: dict[str, ModuleType] = {
+    "Masks": ha.masks,
+    "A cache of an engine": ha.kv_cache,
+    "Pages of a cache": ha.pages,
+    "Reference": ha.reference,
+}
 
 INTRODUCTION = """# Public functions and types
 

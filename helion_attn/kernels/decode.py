@@ -53,9 +53,10 @@ from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.configs import MAX_PIECE
 from helion_attn.configs.scheduling import MIN_ROWS
 from helion_attn.kernels.lib.inline_asm import e4m3_of_bits, exp2, fma, in_new_registers
-from helion_attn.kernels.lib.keys import known_keys, page_at_hand, page_of, page_of_entry
+from helion_attn.kernels.lib.keys import known_keys, page_at_hand, page_of, page_of_entry, queries_of_sequence
 from helion_attn.kernels.lib.masks import visible_keys
 from helion_attn.kernels.lib.paged import (
+    PagedGrid,
     closed_pages,
     descales_by_form,
     descales_of_page,
@@ -76,7 +77,7 @@ from helion_attn.kernels.lib.paged import (
     wide_line,
 )
 from helion_attn.kernels.lib.row_layout import rows_to_dtype
-from helion_attn.kernels.lib.scalars import imin, int32, inverse_of_power
+from helion_attn.kernels.lib.scalars import imin, int32, inverse_of_power, quotient
 from helion_attn.kernels.lib.steps import (
     accumulate,
     add_sink,
@@ -87,7 +88,7 @@ from helion_attn.kernels.lib.steps import (
 )
 from helion_attn.numerics import LN2, LOG2E, NO_KEY
 from helion_attn.options import ScoreScales
-from helion_attn.problem import DecodeArgs
+from helion_attn.problem import DecodeArgs, PackedBatch
 from helion_attn.types import PagedKVCache
 
 
@@ -145,6 +146,7 @@ def fp8_attn_decode(
     open_v_descale: torch.Tensor,  # [B * open_width * H_kv * bn]
     block_table: torch.Tensor,  # [B * max_pages]
     cache_seqlens: torch.Tensor,  # [B]
+    cu_seqlens: torch.Tensor,  # [B + 1] if batch
     sinks: torch.Tensor,  # [H] if has_sinks
     lse_shift: torch.Tensor,  # [B * H * M] if shift_lse
     channel_factors: torch.Tensor,  # [factor_rows * D_pad] if equalise
@@ -158,6 +160,8 @@ def fp8_attn_decode(
     max_pages: int,
     group: int,
     m_len: int,
+    most_queries: int,
+    split_rows: int,
     q_b_step: int,
     q_h_step: int,
     q_s_step: int,
@@ -187,22 +191,29 @@ def fp8_attn_decode(
     # Known strides keep loads and stores 16 bytes wide.
     hl.specialize((q.stride(0), out.stride(0), out.stride(1), k_descale.stride(0), v_descale.stride(0)))
     hl.specialize((block_table.stride(0), cache_seqlens.stride(0), sinks.stride(0), lse_shift.stride(0)))
+    hl.specialize(cu_seqlens.stride(0))
     hl.specialize(channel_factors.stride(0))
-    total_rows = B * kv_heads * group * m_len
 
     for tile_index, split in hl.grid([B * kv_heads * m_tiles, splits]):
         bh = tile_index // m_tiles
         b = bh // kv_heads
         h = bh % kv_heads
-        # [rows], of the group's heads times M; row r is query r % M of the group's head r // M
+        n_len, known_length = known_keys(cache_seqlens, b, max_pages, bn)
+        first_query, queries = int32(0), int32(m_len)
+        if spec.batch:
+            first_query, queries = queries_of_sequence(cu_seqlens, cache_seqlens, b)
+            # Of others `fp8_attn_prefill` takes care.
+            queries = torch.where(queries > int32(most_queries), 0, queries)
+            n_len = torch.where(queries > 0, n_len, 0)
+        # [rows], of the queries times the group's heads; row r is query r // group of the group's head r % group
         # In 32 bits, like keys, where a large pool makes Helion's indices 64: they are kept through both loops.
         r = ((tile_index % m_tiles) * spec.rows + hl.arange(spec.rows)).to(torch.int32)
-        in_range = r < group * m_len
-        head = h * group + r // m_len
-        i = r % m_len
+        in_range = r < int32(group) * queries
+        i = quotient(r, int32(group))
+        head = h * group + r - i * int32(group)
         # [rows, D_pad]
         cols = hl.arange(d_tile)
-        row_offset = (b * q_b_step + head * q_h_step + i * q_s_step) * spec.unit
+        row_offset = (b * q_b_step + head * q_h_step + (first_query + i) * q_s_step) * spec.unit
         keep = in_range.unsqueeze(1) & (cols < spec.d).unsqueeze(0)
         x = hl.load(q, [row_offset.unsqueeze(1) + cols.unsqueeze(0) * spec.d_step], extra_mask=keep).to(torch.float32)
         if spec.equalise:
@@ -225,9 +236,8 @@ def fp8_attn_decode(
             q_high = rows_to_dtype(x_high, 1.0 / q_descale, k8.dtype, spec.is_cuda).transpose(0, 1)
         q_scale_log2 = q_descale * scales.qk_scale
 
-        n_len, known_length = known_keys(cache_seqlens, b, max_pages, bn)
         # Row i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment.
-        diagonal = n_len - int32(m_len)
+        diagonal = n_len - queries
         # The runs of all queries begin and end with the first and the last one's.
         n_begin, n_whole = run_of_query(diagonal, n_len, left, right, split, splits, spec)
         n_left, n_end = run_of_query(n_len - 1, n_len, left, right, split, splits, spec)
@@ -240,10 +250,14 @@ def fp8_attn_decode(
             n_left = torch.maximum(n_left, (torch.clamp_min(n_len - 1 - int32(left), 0) + bn - 1) >> spec.bn_log2)
 
         if spec.has_open_pages:
+            new = queries if spec.batch else int32(new_keys)
+            first_slot_page = int32(b * open_width)
+            if spec.batch:
+                first_slot_page = first_slot_page + (first_query >> spec.bn_log2)
             # [rows]
             own_page = own_page_of(diagonal + i, n_len, right, spec)
             first_open_page, open_begin, open_end = range_of_open_pages(
-                own_page_of(diagonal, n_len, right, spec), n_begin, n_end, n_len, new_keys, drafts, spec
+                own_page_of(diagonal, n_len, right, spec), n_begin, n_end, n_len, new, drafts, spec
             )
             # Rows see pages from there on here or there.
             n_whole = torch.minimum(n_whole, first_open_page)
@@ -259,10 +273,13 @@ def fp8_attn_decode(
         # A row that is NaN or infinite must not change its neighbours.
         known_scale_log2 = torch.where(q_scale_log2 < float("inf"), q_scale_log2, 0.0)
         largest_q_scale_log2 = torch.amax(known_scale_log2, 0)
-        # [rows]
+        # [rows], of `lse_shift`, and of `lse` unless a part of a packed batch has as many rows for all sequences
+        shift_rows = head * m_len + first_query + i
+        if not spec.batch:
+            shift_rows = shift_rows + b * kv_heads * group * m_len
         shift = q_scale_log2
         if spec.shifts_scores:
-            shift = hl.load(lse_shift, [bh * group * m_len + r], extra_mask=in_range)
+            shift = hl.load(lse_shift, [shift_rows], extra_mask=in_range)
 
         # Pages from there on may be open.
         n_closed = torch.minimum(torch.maximum(closed_pages(n_len, drafts, spec), int32(n_begin)), int32(n_end))
@@ -300,7 +317,7 @@ def fp8_attn_decode(
                 visible = visible_keys(key, diagonal + i, n_len, left, right, spec)
                 visible = in_run_of_query(visible, j, diagonal + i, n_len, left, right, split, splits, spec)
                 if spec.has_open_pages:
-                    there = in_open_pages(j, own_page, n_len, new_keys, drafts, spec)
+                    there = in_open_pages(j, own_page, n_len, new, drafts, spec)
                     visible = visible & (there.to(torch.int32) == 0).unsqueeze(1)
                 s = torch.where(visible.transpose(0, 1), s, float("-inf"))
             m_before = m_i
@@ -341,8 +358,7 @@ def fp8_attn_decode(
             if spec.has_open_pages:
                 elsewhere = int32(t) >= n_last
                 jt = torch.where(elsewhere, open_begin + int32(t) - n_last, jt)
-                slot = int32(b * open_width) + torch.minimum(jt - first_open_page, int32(open_width - 1))
-                slot = torch.where(elsewhere, slot, 0)
+                slot = torch.where(elsewhere, first_slot_page + jt - first_open_page, 0)
             page, known_page = page_of(block_table, first_entry + jt, num_pages)
             # [bn, D_pad] and [D_v_pad, bn], or halves
             if spec.d_in_halves:
@@ -380,7 +396,7 @@ def fp8_attn_decode(
             visible = visible_keys(key, diagonal + i, n_len, left, right, spec)
             visible = in_run_of_query(visible, jt, diagonal + i, n_len, left, right, split, splits, spec)
             if spec.has_open_pages:
-                there = in_open_pages(jt, own_page, n_len, new_keys, drafts, spec)
+                there = in_open_pages(jt, own_page, n_len, new, drafts, spec)
                 visible = visible & (there.to(torch.int32) == elsewhere.to(torch.int32)).unsqueeze(1)
             s = torch.where(visible.transpose(0, 1), s, float("-inf"))
             m_before = m_i
@@ -418,13 +434,11 @@ def fp8_attn_decode(
         row_sum = torch.where(known_length, row_sum, float("nan"))
         normaliser = 1.0 / row_sum
         total = row_sum
-        # [rows]
-        rows_of_lse = bh * group * m_len + r
         if spec.has_sinks:
             # [rows], in one run of them all
             sink = hl.load(sinks, [head], extra_mask=in_range)
             if spec.shifts_lse:
-                sink = sink - hl.load(lse_shift, [rows_of_lse], extra_mask=in_range)
+                sink = sink - hl.load(lse_shift, [shift_rows], extra_mask=in_range)
             sink_log2 = torch.where(split + 0 * r == 0, sink * LOG2E, float("-inf"))
             rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, spec)
             normaliser = rescale / total
@@ -435,7 +449,13 @@ def fp8_attn_decode(
             no_key = no_key & (total == total)  # a sink that is NaN stays one
         o = torch.where(no_key.unsqueeze(1), 0.0, o)
         out_cols = hl.arange(d_v_tile)
-        out_rows = split * total_rows + b * kv_heads * group * m_len + head * out_head_step + i * out_row_step
+        lse_rows, out_rows = shift_rows, head * out_head_step + (first_query + i) * out_row_step
+        if spec.batch and spec.in_runs:
+            lse_rows = (b * kv_heads * group + head) * most_queries + i
+            out_rows = lse_rows
+        if not spec.batch:
+            out_rows = out_rows + b * kv_heads * group * m_len
+        out_rows = split * split_rows + out_rows
         stored = in_range.unsqueeze(1) & (out_cols < d_out).unsqueeze(0)
         hl.store(out, [out_rows, out_cols], o.to(out.dtype), extra_mask=stored)
         if spec.in_halves:
@@ -445,8 +465,8 @@ def fp8_attn_decode(
             hl.store(out, [out_rows, out_cols], o.to(out.dtype), extra_mask=stored)
         lse_of_row = (m_i + torch.log2(total)) * LN2
         if spec.shifts_lse and not spec.in_runs:
-            lse_of_row = lse_of_row + hl.load(lse_shift, [rows_of_lse], extra_mask=in_range)
-        hl.store(lse, [split * total_rows + rows_of_lse], lse_of_row, extra_mask=in_range)
+            lse_of_row = lse_of_row + hl.load(lse_shift, [shift_rows], extra_mask=in_range)
+        hl.store(lse, [split * split_rows + lse_rows], lse_of_row, extra_mask=in_range)
 
 
 @functools.cache
@@ -467,7 +487,12 @@ def kernel(is_cuda: bool, tile: DecodeTile) -> Runner:
     return compiled(fp8_attn_decode, config)
 
 
-def launch(a: DecodeArgs, rows: int, splits: int, out: torch.Tensor, lse: torch.Tensor) -> None:
+def launch(
+    a: DecodeArgs, rows: int, splits: int, out: torch.Tensor, lse: torch.Tensor, batch: PackedBatch | None = None
+) -> None:
     """Write `out` and `lse`; `rows` are those of a program's tile, and the rest is as in `launch_paged`."""
+    H, H_kv, B = a.q.size(1), a.cache.k8.size(1), a.cache_seqlens.size(0)
     runner = kernel(a.q.is_cuda, decode_tile(a.cache, rows))
-    launch_paged(runner, a, rows, a.cache.v8.size(2) > MAX_PIECE, 1, splits, out, lse)
+    queries = a.q.size(2) if batch is None else batch.most_queries
+    grid = PagedGrid(rows, -(-H // H_kv * queries // rows), splits, B * H * queries)
+    launch_paged(runner, a, grid, a.cache.v8.size(2) > MAX_PIECE, 1, out, lse, batch)

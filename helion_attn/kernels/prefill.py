@@ -27,9 +27,18 @@ from helion_attn.compiler.helion_adapter import MAX_REGISTERS, Config, helion, h
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.configs import MAX_FRESH_D, MAX_PIECE
 from helion_attn.kernels.lib.inline_asm import e4m3_of_bits, exp2, fma, in_new_registers
-from helion_attn.kernels.lib.keys import known_keys, page_at_hand, page_of, page_of_entry
+from helion_attn.kernels.lib.keys import (
+    known_keys,
+    page_at_hand,
+    page_of,
+    page_of_entry,
+    queries_of_batch,
+    queries_of_sequence,
+    sequence_of,
+)
 from helion_attn.kernels.lib.masks import visible_keys
 from helion_attn.kernels.lib.paged import (
+    PagedGrid,
     closed_pages,
     descales_by_form,
     descales_of_page,
@@ -62,7 +71,7 @@ from helion_attn.kernels.lib.steps import (
 )
 from helion_attn.numerics import LN2, LOG2E, NO_KEY
 from helion_attn.options import ScoreScales
-from helion_attn.problem import DecodeArgs
+from helion_attn.problem import DecodeArgs, PackedBatch
 from helion_attn.types import PagedKVCache
 
 
@@ -118,6 +127,7 @@ def fp8_attn_prefill(
     open_v_descale: torch.Tensor,  # [B * open_width * H_kv * bn]
     block_table: torch.Tensor,  # [B * max_pages]
     cache_seqlens: torch.Tensor,  # [B]
+    cu_seqlens: torch.Tensor,  # [B + 1] if batch
     sinks: torch.Tensor,  # [H] if has_sinks
     lse_shift: torch.Tensor,  # [B * H * M] if shift_lse
     channel_factors: torch.Tensor,  # [factor_rows * D_pad] if equalise
@@ -131,6 +141,8 @@ def fp8_attn_prefill(
     max_pages: int,
     group: int,
     m_len: int,
+    most_queries: int,
+    split_rows: int,
     q_b_step: int,
     q_h_step: int,
     q_s_step: int,
@@ -160,27 +172,45 @@ def fp8_attn_prefill(
     # Known strides keep loads and stores 16 bytes wide.
     hl.specialize((q.stride(0), out.stride(0), out.stride(1)))
     hl.specialize((block_table.stride(0), cache_seqlens.stride(0), sinks.stride(0), lse_shift.stride(0)))
-    hl.specialize(channel_factors.stride(0))
+    hl.specialize((channel_factors.stride(0), cu_seqlens.stride(0)))
     hl.specialize((k_descale.stride(0), v_descale.stride(0)))
-    rows_of_group = group * m_len
-    total_rows = B * kv_heads * rows_of_group
+    # Of a packed batch tiles of all sequences follow each other.
+    heads = kv_heads if spec.batch else B * kv_heads
     # Tiles that read the same pages are neighbours, those of the last queries first.
-    for split, bh, from_end in hl.grid([splits, B * kv_heads, m_tiles * spec.v_parts]):
-        b = bh // kv_heads
+    for split, bh, from_end in hl.grid([splits, heads, m_tiles * spec.v_parts]):
         h = bh % kv_heads
         # A program has a part of V's channels. Parts of a tile are neighbours, read the same K, and have the same lse.
         tile_from_end = from_end // spec.v_parts
         h_v = h * spec.v_parts + from_end % spec.v_parts
-        first_row = (m_tiles - 1 - tile_from_end) * spec.rows
+        if spec.batch:
+            # [batch]; sequences of few queries are those of `fp8_attn_decode`.
+            of_each = queries_of_batch(cu_seqlens, cache_seqlens, B, spec.batch)
+            of_each = torch.where(of_each > int32(most_queries), of_each, 0)
+            tiles = quotient(of_each * int32(group) + (spec.rows - 1), int32(spec.rows))
+            b, tile = sequence_of(tiles, tile_from_end, spec.batch)
+            b = torch.minimum(b, int32(B - 1))
+            first_query, queries = queries_of_sequence(cu_seqlens, cache_seqlens, b)
+            # Behind the last tile there are none; tiles of the sequence's last queries come first.
+            queries = torch.where((queries > int32(most_queries)) & (tile >= 0), queries, 0)
+            tiles_there = quotient(queries * int32(group) + (spec.rows - 1), int32(spec.rows))
+            first_row = torch.clamp_min(tiles_there - 1 - tile, 0) * spec.rows
+        else:
+            b = bh // kv_heads
+            first_row = int32((m_tiles - 1 - tile_from_end) * spec.rows)
+            first_query, queries = int32(0), int32(m_len)
+        n_len, known_length = known_keys(cache_seqlens, b, max_pages, bn)
+        if spec.batch:
+            n_len = torch.where(queries > 0, n_len, 0)
+        rows_of_group = queries * int32(group)
         # [bm]
-        r = int32(first_row) + hl.arange(spec.rows, dtype=torch.int32)
+        r = first_row + hl.arange(spec.rows, dtype=torch.int32)
         in_range = r < rows_of_group
         query = quotient(r, int32(group))
         head = h * group + r - query * int32(group)
         # [bm, D_pad]
         cols = hl.arange(d_tile)
         # In 64 bits, also where indices have 32.
-        row_offset = (b * q_b_step + head * q_h_step + query.to(torch.int64) * q_s_step) * spec.unit
+        row_offset = (b * q_b_step + head * q_h_step + (first_query + query).to(torch.int64) * q_s_step) * spec.unit
         keep = in_range.unsqueeze(1) & (cols < spec.d).unsqueeze(0)
         x = hl.load(q, [row_offset.unsqueeze(1) + cols.unsqueeze(0) * spec.d_step], extra_mask=keep).to(torch.float32)
         if spec.equalise:
@@ -203,12 +233,11 @@ def fp8_attn_prefill(
         if spec.d_in_halves:
             q_high = rows_to_dtype(x_high, 1.0 / q_descale, k8.dtype, spec.is_cuda)
 
-        n_len, known_length = known_keys(cache_seqlens, b, max_pages, bn)
         # Query i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment.
-        diagonal = n_len - int32(m_len)
+        diagonal = n_len - queries
         on_diagonal = diagonal + query
-        first_on_diagonal = diagonal + quotient(int32(first_row), int32(group))
-        last_row = torch.minimum(int32(first_row + spec.rows), int32(rows_of_group)) - 1
+        first_on_diagonal = diagonal + quotient(first_row, int32(group))
+        last_row = torch.clamp_min(torch.minimum(first_row + spec.rows, rows_of_group) - 1, 0)
         last_on_diagonal = diagonal + quotient(last_row, int32(group))
         # Runs of a tile's queries begin and end with its first and its last one's.
         run_begin, n_whole = run_of_query(first_on_diagonal, n_len, left, right, split, splits, spec)
@@ -223,10 +252,14 @@ def fp8_attn_prefill(
             n_left = torch.maximum(n_left, (left_edge + bn - 1) >> spec.bn_log2)
 
         if spec.has_open_pages:
+            new = queries if spec.batch else int32(new_keys)
+            first_slot_page = int32(b * open_width)
+            if spec.batch:
+                first_slot_page = first_slot_page + (first_query >> spec.bn_log2)
             # [rows]
             own_page = own_page_of(on_diagonal, n_len, right, spec)
             first_open_page, open_begin, open_end = range_of_open_pages(
-                own_page_of(first_on_diagonal, n_len, right, spec), run_begin, run_end, n_len, new_keys, drafts, spec
+                own_page_of(first_on_diagonal, n_len, right, spec), run_begin, run_end, n_len, new, drafts, spec
             )
             # Rows see pages from there on here or there.
             n_whole = torch.minimum(n_whole, first_open_page)
@@ -244,10 +277,13 @@ def fp8_attn_prefill(
         known_scale_log2 = torch.where(q_scale_log2 < float("inf"), q_scale_log2, 0.0)
         largest_q_scale_log2 = torch.amax(known_scale_log2, 0)
         first_entry = int32(b * max_pages)
-        # [bm]
+        # [bm], of `lse_shift` and `lse`
+        lse_rows = head * m_len + first_query + query
+        if not spec.batch:
+            lse_rows = lse_rows + b * kv_heads * group * m_len
         shift = q_scale_log2
         if spec.shifts_scores:
-            shift = hl.load(lse_shift, [b * kv_heads * rows_of_group + head * m_len + query], extra_mask=in_range)
+            shift = hl.load(lse_shift, [lse_rows], extra_mask=in_range)
         entry = hl.load(block_table, [first_entry + imin(run_begin, int32(max_pages - 1))])
         # Pages from there on may be open.
         run_closed = torch.minimum(torch.maximum(closed_pages(n_len, drafts, spec), int32(run_begin)), int32(run_end))
@@ -284,7 +320,7 @@ def fp8_attn_prefill(
                 visible = visible_keys(key, on_diagonal, n_len, int32(left), int32(right), spec)
                 visible = in_run_of_query(visible, j, on_diagonal, n_len, left, right, split, splits, spec)
                 if spec.has_open_pages:
-                    there = in_open_pages(j, own_page, n_len, new_keys, drafts, spec)
+                    there = in_open_pages(j, own_page, n_len, new, drafts, spec)
                     visible = visible & (there.to(torch.int32) == 0).unsqueeze(1)
                 s = torch.where(visible, s, float("-inf"))
             m_before = m_i
@@ -327,8 +363,7 @@ def fp8_attn_prefill(
             if spec.has_open_pages:
                 elsewhere = int32(t) >= n_last
                 jt = torch.where(elsewhere, open_begin + int32(t) - n_last, jt)
-                slot = int32(b * open_width) + torch.minimum(jt - first_open_page, int32(open_width - 1))
-                slot = torch.where(elsewhere, slot, 0)
+                slot = torch.where(elsewhere, first_slot_page + jt - first_open_page, 0)
             page, known_page = page_of(block_table, first_entry + jt, num_pages)
             # [bn, D_pad], or its halves, and [d_v_tile, bn]
             if spec.d_in_halves:
@@ -366,7 +401,7 @@ def fp8_attn_prefill(
             visible = visible_keys(key, on_diagonal, n_len, int32(left), int32(right), spec)
             visible = in_run_of_query(visible, jt, on_diagonal, n_len, left, right, split, splits, spec)
             if spec.has_open_pages:
-                there = in_open_pages(jt, own_page, n_len, new_keys, drafts, spec)
+                there = in_open_pages(jt, own_page, n_len, new, drafts, spec)
                 visible = visible & (there.to(torch.int32) == elsewhere.to(torch.int32)).unsqueeze(1)
             s = torch.where(visible, s, float("-inf"))
             m_before = m_i
@@ -403,25 +438,24 @@ def fp8_attn_prefill(
         row_sum = torch.where(known_length, row_sum, float("nan"))
         normaliser = 1.0 / row_sum
         total = row_sum
-        # [bm]
-        rows_of_lse = b * kv_heads * rows_of_group + head * m_len + query
         if spec.has_sinks:
             # [bm], in one run of them all
             sink = hl.load(sinks, [head], extra_mask=in_range)
             if spec.shifts_lse:
-                sink = sink - hl.load(lse_shift, [rows_of_lse], extra_mask=in_range)
+                sink = sink - hl.load(lse_shift, [lse_rows], extra_mask=in_range)
             sink_log2 = torch.where(split + 0 * r == 0, sink * LOG2E, float("-inf"))
             rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, spec)
             normaliser = rescale / total
         no_key = row_sum == 0.0
         if spec.has_sinks:
             no_key = no_key & (total == total)  # a sink that is NaN stays one
-        first_of_split = split * total_rows + b * kv_heads * rows_of_group
         lse_of_row = (m_i + torch.log2(total)) * LN2
         if spec.shifts_lse and not spec.in_runs:
-            lse_of_row = lse_of_row + hl.load(lse_shift, [rows_of_lse], extra_mask=in_range)
-        hl.store(lse, [split * total_rows + rows_of_lse], lse_of_row, extra_mask=in_range)
-        out_rows = first_of_split + head * out_head_step + query * out_row_step
+            lse_of_row = lse_of_row + hl.load(lse_shift, [lse_rows], extra_mask=in_range)
+        hl.store(lse, [split * split_rows + lse_rows], lse_of_row, extra_mask=in_range)
+        out_rows = split * split_rows + head * out_head_step + (first_query + query) * out_row_step
+        if not spec.batch:
+            out_rows = out_rows + b * kv_heads * group * m_len
         # [bm, d_v_tile]
         channels = from_end % spec.v_parts * (d_v_tile * (1 + spec.in_halves)) + hl.arange(d_v_tile)
         o = torch.where(no_key.unsqueeze(1), 0.0, acc * normaliser.unsqueeze(1))
@@ -452,9 +486,15 @@ def kernel(is_cuda: bool, tile: PrefillTile) -> Runner:
     return compiled(fp8_attn_prefill, config)
 
 
-def launch(a: DecodeArgs, splits: int, out: torch.Tensor, lse: torch.Tensor) -> None:
+def launch(a: DecodeArgs, splits: int, out: torch.Tensor, lse: torch.Tensor, batch: PackedBatch | None = None) -> None:
     """Write `out` and `lse`; the arguments are those of `launch_paged`."""
-    v8 = a.cache.v8
-    tile = prefill_tile(a.cache)
-    in_halves = v8.size(2) > MAX_FRESH_D
-    launch_paged(kernel(a.q.is_cuda, tile), a, tile.bm, in_halves, parts_of_v(v8.size(2)), splits, out, lse)
+    (B, H, M, _), H_kv, v8, tile = a.q.shape, a.cache.k8.size(1), a.cache.v8, prefill_tile(a.cache)
+    if batch is None:
+        tiles = -(-H // H_kv * M // tile.bm)
+    else:
+        # Each sequence of the kernel's has one that is not full, at most.
+        tiles = H // H_kv * M // tile.bm + min(a.cache_seqlens.size(0), M // (batch.most_queries + 1))
+    grid = PagedGrid(tile.bm, tiles, splits, B * H * M)
+    launch_paged(
+        kernel(a.q.is_cuda, tile), a, grid, v8.size(2) > MAX_FRESH_D, parts_of_v(v8.size(2)), out, lse, batch
+    )  # fmt: skip

@@ -27,8 +27,9 @@ import torch
 from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import to_int8
+from helion_attn.kernels.lib.keys import keys_of_batch, queries_of_batch, queries_of_sequence, sequence_of
 from helion_attn.kernels.lib.rope import rope_rows, rope_tables
-from helion_attn.kernels.lib.scalars import inverse_of_power
+from helion_attn.kernels.lib.scalars import int32, inverse_of_power, quotient
 from helion_attn.kernels.lib.steps import to_descale
 from helion_attn.kernels.lib.strided import common_unit, load_rows, row_channels, strided_rows
 from helion_attn.numerics import (
@@ -41,7 +42,7 @@ from helion_attn.numerics import (
 )
 from helion_attn.preprocess import close_pages
 from helion_attn.preprocess.lib.v_layout import key_stored_at
-from helion_attn.problem import AppendArgs
+from helion_attn.problem import AppendArgs, PackedBatch
 
 #: Slots of a program where few keys are new.
 FEW_KEYS = 16
@@ -100,6 +101,8 @@ class AppendSpec(NamedTuple):
         k_least_log2: descales of e4m3 K begin at two to this.
         k_limit_log2: and end at two to this.
         v_limit_log2: descales of V end at two to this, and at its inverse.
+        batch: a power of two that holds the sequences of a packed batch, which have different numbers of new keys; or
+            0.
         is_cuda: the kernel is compiled; otherwise interpreted.
     """
 
@@ -120,6 +123,7 @@ class AppendSpec(NamedTuple):
     k_least_log2: int
     k_limit_log2: int
     v_limit_log2: int
+    batch: int
     is_cuda: bool
 
 
@@ -133,7 +137,8 @@ def append_kv(
     k_mean: torch.Tensor,  # [H_kv * D_pad] if has_mean
     channel_factors: torch.Tensor,  # [H_kv * D_pad] if equalise
     block_table: torch.Tensor,  # [B * max_pages]
-    cache_seqlens: torch.Tensor,  # [B]
+    cache_seqlens: torch.Tensor,  # [B], without the new keys; of a packed batch with them
+    cu_seqlens: torch.Tensor,  # [B + 1] if batch
     cos: torch.Tensor,  # [table_rows * rotary / 2]
     sin: torch.Tensor,  # [table_rows * rotary / 2]
     num_pages: int,
@@ -159,11 +164,25 @@ def append_kv(
     # Known strides keep loads and stores 16 bytes wide.
     hl.specialize((k.stride(0), v.stride(0), k8.stride(0), v8.stride(0)))
     hl.specialize((k_descale.stride(0), v_descale.stride(0), block_table.stride(0), cache_seqlens.stride(0)))
+    hl.specialize(cu_seqlens.stride(0))
     hl.specialize((cos.stride(0), sin.stride(0), k_mean.stride(0), channel_factors.stride(0)))
-    for bh, tile in hl.grid([B * kv_heads, tiles]):
-        b = bh // kv_heads
+    # Of a packed batch tiles of all sequences follow each other.
+    heads = kv_heads if spec.batch else B * kv_heads
+    for bh, at_tile in hl.grid([heads, tiles]):
         h = bh % kv_heads
-        first = hl.load(cache_seqlens, [b])
+        if spec.batch:
+            # [batch]
+            new = queries_of_batch(cu_seqlens, cache_seqlens, B, spec.batch)
+            stored_keys = keys_of_batch(cache_seqlens, B, spec.batch) - new
+            slots = torch.where((new > 0) & (stored_keys >= 0), stored_keys % spec.keys + new + spec.keys - 1, 0)
+            b, tile = sequence_of(quotient(slots, int32(spec.keys)), at_tile, spec.batch)
+            b = torch.minimum(b, int32(B - 1))
+            first_token, new_keys = queries_of_sequence(cu_seqlens, cache_seqlens, b)
+            new_keys = torch.where(tile >= 0, new_keys, 0)
+            first = hl.load(cache_seqlens, [b]) - new_keys
+        else:
+            b, tile = bh // kv_heads, at_tile + 0
+            first, first_token, new_keys = hl.load(cache_seqlens, [b]), int32(0), int32(length)
         # A program's slots lie in one page. Negative for a length near 2**31.
         group = first // spec.keys + tile
         begin = group * spec.keys
@@ -174,8 +193,8 @@ def append_kv(
         row = hl.arange(spec.keys)
         key = key_stored_at(row % (spec.keys // 4) * 4 + row // (spec.keys // 4))
         position = begin + key
-        given = (position >= first) & (position - first < length)
-        rows = torch.where(given, position - first, length)
+        given = (position >= first) & (position - first < new_keys)
+        rows = torch.where(given, first_token + position - first, length)
         listed = (first >= 0) & (begin >= 0) & (begin < max_pages * spec.bn)
         page = hl.load(block_table, [torch.where(listed, b * max_pages + begin // spec.bn, 0)])
         known = listed & (page >= 0) & (page < num_pages)
@@ -190,7 +209,7 @@ def append_kv(
             hl.load(k_descale, [page_at + 1]),
             hl.load(v_descale, [page_at]),
         )
-        opens = known & (tile == 0) & (first % spec.bn > 0) & (mark < 0.0)
+        opens = known & (new_keys > 0) & (tile == 0) & (first % spec.bn > 0) & (mark < 0.0)
 
         # All loads come before all else, so that a program waits for memory once.
         # [keys, D_v_pad]
@@ -203,7 +222,8 @@ def append_kv(
         if spec.pairing:
             x, factor = rope_rows(
                 k, cos, sin, cos, cos, cos, k_offset, 0, 0, rows, k_s_step * spec.unit, spec.k_d_step, length,
-                k_channels, first, table_rows, spec.keys, spec.d_pad, spec.rotary, spec.pairing, False, 0, 1.0,
+                k_channels, first - first_token, table_rows, spec.keys, spec.d_pad, spec.rotary, spec.pairing, False, 0,
+                1.0,
             )  # fmt: skip
             x = x * factor.unsqueeze(1)
         else:
@@ -241,17 +261,17 @@ def append_kv(
         v_tile = v_tile.reshape(4, spec.keys // 4, spec.d_v_pad).permute(2, 1, 0).reshape(spec.d_v_pad, spec.keys)
         places = hl.arange(spec.keys)
         v_at = (block * spec.d_v_pad + channels).unsqueeze(1) * spec.bn + (first_slot + places).unsqueeze(0)
-        if known & (begin >= first) & (begin - first <= length - spec.keys):
+        if known & (begin >= first) & (begin - first <= new_keys - spec.keys):
             # Without a mask, 16 bytes at once.
             hl.store(v8, [v_at], v_tile)
         else:
             position_there = begin + key_stored_at(places)
-            there = known & (position_there >= first) & (position_there - first < length)
+            there = known & (position_there >= first) & (position_there - first < new_keys)
             hl.store(v8, [v_at], v_tile, extra_mask=there.unsqueeze(0))
 
         # A page that begins in this tile and that new keys do not fill, or a closed one that the first new key is in.
-        keys_there = first + length - begin // spec.bn * spec.bn
-        begins = known & (first_slot == 0) & (begin >= first) & (begin - first < length)
+        keys_there = first + new_keys - begin // spec.bn * spec.bn
+        begins = known & (first_slot == 0) & (begin >= first) & (begin - first < new_keys)
         if (begins | opens) & (keys_there < spec.bn):
             # [bn]
             place = hl.arange(spec.bn)
@@ -279,8 +299,13 @@ def kernel(is_cuda: bool) -> Runner:
     return compiled(append_kv, Config(num_warps=4, indexing="pointer"))
 
 
-def launch(a: AppendArgs) -> tuple[torch.Tensor, ...]:
-    """Store keys and values at positions `cache_seqlens[b]` and up, and return `close_pages`' open pages."""
+def launch(
+    a: AppendArgs, batch: PackedBatch | None = None, open_pages: tuple[torch.Tensor, ...] | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Store keys and values at positions `cache_seqlens[b]` and up, and return `close_pages`' open pages.
+
+    With a packed batch B is 1 in k and v, and lengths are those with the new keys. Open pages are made, or given.
+    """
     (H_kv, L, D), cache = a.k.shape[1:], a.cache
     (num_pages, _, bn, D_pad), int8_keys = cache.k8.shape, cache.k8.dtype == torch.int8
     keys = keys_of_program(L, bn, max(D_pad, cache.v8.size(2)))
@@ -288,6 +313,10 @@ def launch(a: AppendArgs) -> tuple[torch.Tensor, ...]:
     k, v = strided_rows(a.k, unit), strided_rows(a.v, unit)
     rope = rope_tables(a.rope, D_pad, a.k.new_empty(1, dtype=torch.float32))
     unread = cache.k_descale.view(-1)
+    tiles = (L + 2 * keys - 2) // keys
+    if batch is not None:
+        # Each sequence has two that are not full, at most.
+        tiles = L // keys + 2 * min(a.cache_seqlens.size(0), L)
     kernel(a.k.is_cuda).run(
         {
             "k": k.flat,
@@ -300,17 +329,18 @@ def launch(a: AppendArgs) -> tuple[torch.Tensor, ...]:
             "channel_factors": unread if cache.channel_factors is None else cache.channel_factors.view(-1),
             "block_table": a.block_table.view(-1),
             "cache_seqlens": a.cache_seqlens,
+            "cu_seqlens": a.cache_seqlens if batch is None else batch.cu_seqlens,
             "cos": rope.cos,
             "sin": rope.sin,
             "num_pages": num_pages,
             "max_pages": a.block_table.size(1),
             "kv_heads": H_kv,
-            "tiles": (L + 2 * keys - 2) // keys,
+            "tiles": tiles,
             "length": L,
-            "k_b_step": k.b_step,
+            "k_b_step": k.b_step if batch is None else 0,
             "k_h_step": k.h_step,
             "k_s_step": k.s_step,
-            "v_b_step": v.b_step,
+            "v_b_step": v.b_step if batch is None else 0,
             "v_h_step": v.h_step,
             "v_s_step": v.s_step,
             "table_rows": rope.table_rows,
@@ -334,8 +364,9 @@ def launch(a: AppendArgs) -> tuple[torch.Tensor, ...]:
                 k_least_log2=MIN_K_DESCALE_LOG2,
                 k_limit_log2=MAX_INT8_K_DESCALE_LOG2 if int8_keys else MAX_K_DESCALE_LOG2,
                 v_limit_log2=MAX_V_DESCALE_LOG2,
+                batch=0 if batch is None else batch.size,
                 is_cuda=a.k.is_cuda,
             ),
         }
     )
-    return close_pages.launch(a)
+    return close_pages.launch(a, batch, open_pages)

@@ -23,9 +23,11 @@ import torch
 from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import to_int8
+from helion_attn.kernels.lib.keys import keys_of_batch, queries_of_batch, queries_of_sequence, sequence_of
+from helion_attn.kernels.lib.scalars import int32, quotient
 from helion_attn.numerics import CLOSED
 from helion_attn.preprocess.lib.v_layout import key_stored_at
-from helion_attn.problem import AppendArgs
+from helion_attn.problem import AppendArgs, PackedBatch, open_page_count, pages_apart
 
 
 class CloseSpec(NamedTuple):
@@ -38,6 +40,8 @@ class CloseSpec(NamedTuple):
         d_tile: channels that are rewritten at once.
         int8_keys: K is int8.
         closed: what marks a closed page.
+        batch: a power of two that holds the sequences of a packed batch, which have different numbers of new keys; or
+            0.
         is_cuda: the kernel is compiled; otherwise interpreted.
     """
 
@@ -47,6 +51,7 @@ class CloseSpec(NamedTuple):
     d_tile: int
     int8_keys: bool
     closed: float
+    batch: int
     is_cuda: bool
 
 
@@ -60,35 +65,53 @@ def close_full_pages(
     open_k_descale: torch.Tensor,  # [B * width * H_kv * bn], written
     open_v_descale: torch.Tensor,  # [B * width * H_kv * bn], written
     block_table: torch.Tensor,  # [B * max_pages]
-    cache_seqlens: torch.Tensor,  # [B]
+    cache_seqlens: torch.Tensor,  # [B], without the new keys; of a packed batch with them
+    cu_seqlens: torch.Tensor,  # [B + 1] if batch
     num_pages: int,
     max_pages: int,
     kv_heads: int,
     width: int,
+    pages: int,
     length: int,
     drafts: int,
     spec: hl.constexpr,  # CloseSpec
 ) -> None:
     """The kernel; see the module's docstring. A head has `width` pages from that of the first new key on, and one more.
 
-    `open_pages` has `width` pages a sequence.
+    `open_pages` has `width` pages a sequence. Of a packed batch `width` is `pages_apart`, and `pages` those of all.
     """
     hl.specialize((k8.stride(0), v8.stride(0), k_descale.stride(0), v_descale.stride(0)))
     hl.specialize((open_k8.stride(0), open_v8.stride(0), open_k_descale.stride(0), open_v_descale.stride(0)))
-    hl.specialize((block_table.stride(0), cache_seqlens.stride(0)))
+    hl.specialize((block_table.stride(0), cache_seqlens.stride(0), cu_seqlens.stride(0)))
     B = cache_seqlens.size(0)
-    for bh, i in hl.grid([B * kv_heads, width + 1]):
-        b = bh // kv_heads
+    # Of a packed batch pages of all sequences follow each other.
+    heads = kv_heads if spec.batch else B * kv_heads
+    for bh, at_page in hl.grid([heads, pages]):
         h = bh % kv_heads
-        first = hl.load(cache_seqlens, [b])
+        if spec.batch:
+            # [batch]
+            new = queries_of_batch(cu_seqlens, cache_seqlens, B, spec.batch)
+            all_keys = keys_of_batch(cache_seqlens, B, spec.batch)
+            last, before = quotient(all_keys - 1, int32(spec.bn)), quotient(all_keys - new, int32(spec.bn))
+            touched = torch.where((new > 0) & (all_keys >= new), last - before + 2, 0)
+            b, i = sequence_of(touched, at_page, spec.batch)
+            b = torch.minimum(b, int32(B - 1))
+            first_token, new_keys = queries_of_sequence(cu_seqlens, cache_seqlens, b)
+            new_keys = torch.where(i >= 0, new_keys, 0)
+            first = hl.load(cache_seqlens, [b]) - new_keys
+            first_open = int32(b * width) + quotient(first_token, int32(spec.bn))
+        else:
+            b, i = bh // kv_heads, at_page + 0
+            first, new_keys = hl.load(cache_seqlens, [b]), int32(length)
+            first_open = int32(b * width)
         # The page before the first new key's comes first.
         j = first // spec.bn - 1 + i
         listed = (first >= 0) & (j >= 0) & (j < max_pages)
         page = hl.load(block_table, [torch.where(listed, b * max_pages + j, 0)])
-        known = listed & (page >= 0) & (page < num_pages)
+        known = listed & (page >= 0) & (page < num_pages) & (new_keys > 0)
         # A pool may have more than 2**31 elements.
         block = torch.where(known, page, 0).to(torch.int64) * kv_heads + h
-        begin, end, keys = j * spec.bn, (j + 1) * spec.bn, first + length
+        begin, end, keys = j * spec.bn, (j + 1) * spec.bn, first + new_keys
         is_full, settled = end <= keys, end <= keys - drafts
         # Behind a full page that drafts keep open.
         follows = (begin < keys) & (begin > first) & (begin > keys - drafts)
@@ -108,7 +131,7 @@ def close_full_pages(
             page_v = torch.amax(own_v, 0)
             k_factor = (own_k * (1.0 / page_k)).unsqueeze(1)
             v_factor = (own_v_stored * (1.0 / page_v)).unsqueeze(0)
-            open_block = hl.full([], b * width + i - 1, dtype=torch.int64) * kv_heads + h
+            open_block = (first_open + i - 1).to(torch.int64) * kv_heads + h
             # What is settled, or not full, is there open.
             as_it_is = settled | (end > keys)
             for k_tile in hl.grid(spec.d_pad // spec.d_tile):
@@ -161,18 +184,27 @@ def kernel(is_cuda: bool) -> Runner:
     return compiled(close_full_pages, Config(num_warps=8, indexing="pointer"))
 
 
-def empty_open_pages(a: AppendArgs) -> tuple[torch.Tensor, ...]:
-    """What takes pages' other forms: as many as L new keys may touch of each sequence, as the cache's own tensors."""
-    cache = a.cache
-    count = a.k.size(0) * -(-(a.k.size(2) + cache.page_size - 1) // cache.page_size)
+def empty_open_pages(a: AppendArgs, batch: PackedBatch | None = None) -> tuple[torch.Tensor, ...]:
+    """What takes pages' other forms: as many as new keys may touch, as the cache's own tensors."""
+    cache, L = a.cache, a.k.size(2)
+    count = a.k.size(0) * -(-(L + cache.page_size - 1) // cache.page_size)
+    if batch is not None:
+        count = open_page_count(L, a.cache_seqlens.size(0), cache.page_size, a.drafts)
     return tuple(x.new_empty((count, *x.shape[1:])) for x in (cache.k8, cache.v8, cache.k_descale, cache.v_descale))
 
 
-def launch(a: AppendArgs) -> tuple[torch.Tensor, ...]:
-    """Close the pages that an append has filled, and return `open_pages`."""
-    cache, length = a.cache, a.k.size(2)
+def launch(
+    a: AppendArgs, batch: PackedBatch | None = None, open_pages: tuple[torch.Tensor, ...] | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Close the pages that an append has filled, and return `open_pages`; these are made, or given."""
+    cache, length, sequences = a.cache, a.k.size(2), a.cache_seqlens.size(0)
     num_pages, H_kv, bn, D_pad = cache.k8.shape
-    open_pages = empty_open_pages(a)
+    open_pages = empty_open_pages(a, batch) if open_pages is None else open_pages
+    width = open_pages[0].size(0) // sequences
+    pages = width + 1
+    if batch is not None:
+        # A sequence touches two that it does not fill, at most, and has one before.
+        width, pages = pages_apart(a.drafts), length // bn + 3 * min(sequences, length)
     kernel(a.k.is_cuda).run(
         {
             "k8": cache.k8.view(-1),
@@ -185,10 +217,12 @@ def launch(a: AppendArgs) -> tuple[torch.Tensor, ...]:
             "open_v_descale": open_pages[3].view(-1),
             "block_table": a.block_table.view(-1),
             "cache_seqlens": a.cache_seqlens,
+            "cu_seqlens": a.cache_seqlens if batch is None else batch.cu_seqlens,
             "num_pages": num_pages,
             "max_pages": a.block_table.size(1),
             "kv_heads": H_kv,
-            "width": open_pages[0].size(0) // a.k.size(0),
+            "width": width,
+            "pages": pages,
             "length": length,
             "drafts": a.drafts,
             "spec": CloseSpec(
@@ -198,6 +232,7 @@ def launch(a: AppendArgs) -> tuple[torch.Tensor, ...]:
                 d_tile=min(64, D_pad),
                 int8_keys=cache.k8.dtype == torch.int8,
                 closed=CLOSED,
+                batch=0 if batch is None else batch.size,
                 is_cuda=a.k.is_cuda,
             ),
         }

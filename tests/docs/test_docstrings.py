@@ -19,7 +19,7 @@ import torch.distributed as dist
 import helion_attn as ha
 
 MODULES: dict[str, ModuleType] = {"ha": ha, "ha.masks": ha.masks, "ha.pages": ha.pages, "ha.reference": ha.reference}
-MODULES["ha.distributed"] = ha.distributed
+MODULES |= {"ha.distributed": ha.distributed, "ha.kv_cache": ha.kv_cache}
 
 PUBLIC: dict[str, Any] = {
     f"{prefix}.{name}": getattr(module, name)

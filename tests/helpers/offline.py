@@ -505,6 +505,23 @@ def every_third(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor
     return fake_cuda(*shape, 3, dtype=dtype).unbind(-1)[0]
 
 
+def compile_step(
+    D: int, H: int, tokens: int, sequences: int, num_splits: int, recipe: ha.Recipe = ha.BALANCED, drafts: int = 0
+) -> list[Sm90Kernel]:
+    """The kernels of `kv_cache.step` on 8 KV heads, in their order."""
+
+    def launch() -> None:
+        q = fake_cuda(tokens, H, D, dtype=torch.bfloat16)
+        k, v = (fake_cuda(tokens, 8, D, dtype=torch.bfloat16) for _ in range(2))
+        table, seqlens = fake_cuda(sequences, 32, dtype=torch.int32), fake_cuda(sequences, dtype=torch.int32)
+        cu_seqlens = fake_cuda(sequences + 1, dtype=torch.int32)
+        with launching():
+            cache = fake_cache(2048, 8, D, D, recipe)
+            ha.kv_cache.step(q, k, v, cache, cu_seqlens, table, seqlens, num_splits=num_splits, drafts=drafts)
+
+    return compile_for_sm90(launch)
+
+
 def compile_append(
     D: int,
     dtype: torch.dtype,

@@ -32,6 +32,7 @@ from helpers.offline import (
     compile_attention,
     compile_decode,
     compile_shape,
+    compile_step,
     compile_varlen,
     fake_cache,
     instructions_of_loop,
@@ -293,6 +294,22 @@ def test_prefill(name: str, recipe: ha.Recipe) -> None:
     assert opcodes["MUFU"] == 2 + exponentials + tanhs + ("num_splits" in options), "exponentials, and a quotient"
     applied = {x.name for x in kernel.passes if x.applied}
     assert {"shared_q", "early_copies", "row_sums" if bits else "pingpong"} <= applied
+
+
+@pytest.mark.thorough(but=1)
+@pytest.mark.parametrize(("D", "recipe"), [(128, ha.BALANCED), (256, ha.FAST)])
+def test_a_step(D: int, recipe: ha.Recipe) -> None:
+    """Sequences of different lengths take nothing from the loops."""
+    kernels = {x.name: x for x in compile_step(D, 64, 2112, 65, 2, recipe)}
+    assert len(kernels) == 5  # both kernels have a merge
+    for name, spilled in (("append_kv", 0), ("close_full_pages", 0), ("merge_splits_kernel", 0)):
+        assert_sound(kernels[f"_helion_{name}"], spilled)
+    # In the loop of pages that may be open.
+    for name, spilled in (("fp8_attn_decode", 24), ("fp8_attn_prefill", 540 if D == 256 else 0)):
+        kernel = kernels[f"_helion_{name}"]
+        assert_decoding(kernel, 2 if D == 128 else 1, spilled, recipe == ha.BALANCED)
+        opcodes = Counter(loop_of(kernel))
+        assert opcodes["LDL"] + opcodes["STL"] <= 14
 
 
 #: (D, causal, recipe, options) of sequences of variable length.

@@ -6,7 +6,7 @@ of which it sees nothing leaves its sums as they are, and numbers are added in a
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,7 +34,7 @@ from helion_attn.numerics import (
     takes_bits,
 )
 from helion_attn.options import ScoreScales
-from helion_attn.problem import DecodeArgs
+from helion_attn.problem import DecodeArgs, PackedBatch, pages_apart
 
 
 def log2_of_power(x: torch.Tensor) -> torch.Tensor:
@@ -273,7 +273,7 @@ def in_open_pages(
     j: Int,
     own_page: torch.Tensor,  # [rows]
     n_len: torch.Tensor,  # []
-    new_keys: int,
+    new_keys: Int,
     drafts: int,
     spec: PagedSpec,
 ) -> torch.Tensor:
@@ -294,7 +294,7 @@ def range_of_open_pages(
     n_begin: Int,
     n_end: Int,
     n_len: torch.Tensor,  # []
-    new_keys: int,
+    new_keys: Int,
     drafts: int,
     spec: PagedSpec,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -360,37 +360,54 @@ def total_of_lanes(l_i: torch.Tensor, rows: int) -> torch.Tensor:
     return l_i.reshape(2, 2, 2, 2, rows).sum(3).sum(2).sum(1).sum(0)
 
 
+class PagedGrid(NamedTuple):
+    """The programs of a launch.
+
+    Attributes:
+        rows: query rows of a tile.
+        m_tiles: tiles of a KV head and sequence; of a packed batch `fp8_attn_prefill` has those of all sequences.
+        splits: runs of pages, a program each.
+        split_rows: rows of out and lse that a run has.
+    """
+
+    rows: int
+    m_tiles: int
+    splits: int
+    split_rows: int
+
+
 def launch_paged(
     kernel: Runner,
     a: DecodeArgs,
-    tile_rows: int,
+    grid: PagedGrid,
     in_halves: bool,
     v_parts: int,
-    splits: int,
     out: torch.Tensor,
     lse: torch.Tensor,
+    batch: PackedBatch | None,
 ) -> None:
     """Write `out` and `lse`, in parts that are merged if there are several runs of pages.
 
     Args:
         kernel: `fp8_attn_decode` or `fp8_attn_prefill`.
         a: the operation's arguments.
-        tile_rows: query rows of a tile.
+        grid: its programs.
         in_halves: whether P V is two products.
         v_parts: parts of V's channels, a program each.
-        splits: runs of pages, a program each.
         out: contiguous [B, H, M, D_v], or [B, M, H, D_v] when `a.bshd`; bf16, fp16 or fp32.
         lse: fp32 [B, H, M], natural log.
+        batch: if queries are packed; then B is 1 in q, out and lse.
     """
-    (B, H, M, D), (H_kv, page_size), max_pages = a.q.shape, a.cache.k8.shape[1:3], a.block_table.size(1)
+    (_, H, M, D), (H_kv, page_size), max_pages = a.q.shape, a.cache.k8.shape[1:3], a.block_table.size(1)
+    B, splits = a.cache_seqlens.size(0), grid.splits
     unit, k8, v8 = common_unit(a.q), a.cache.k8, a.cache.v8
     d_in_halves, v_pieces = k8.size(3) > MAX_PIECE, v_parts * (1 + in_halves)
     q = strided_rows(a.q, unit)
     in_parts = splits > 1
     D_v = out.size(3)
     # Parts are always BHSD.
-    parts = out.new_empty((splits * B * H * M, D_v), dtype=torch.float32) if in_parts else out.view(-1, D_v)
-    part_lse = lse.new_empty(splits * B * H * M) if in_parts else lse.view(-1)
+    parts = out.new_empty((splits * grid.split_rows, D_v), dtype=torch.float32) if in_parts else out.view(-1, D_v)
+    part_lse = lse.new_empty(splits * grid.split_rows) if in_parts else lse.view(-1)
     swapped = a.bshd and not in_parts
     k_dtype, scales = k8.dtype, a.softmax.scales()
     opened = a.open_pages
@@ -407,17 +424,18 @@ def launch_paged(
         return x.view(x.size(0), -1, x.size(2) // v_pieces, x.size(3)) if v_pieces > 1 else x
 
     int8_keys = k_dtype == torch.int8
-    shift = lse_shift.launch(a, q, unit)
+    shift = lse_shift.launch(a, q, unit, batch is not None)
     p_bits = takes_bits(v8.dtype, max(k8.size(3), v8.size(2)))
     factors = a.cache.channel_factors
     spec = PagedSpec(
-        rows=tile_rows,
+        rows=grid.rows,
         bn_log2=page_size.bit_length() - 1,
         in_halves=in_halves,
         d_in_halves=d_in_halves,
         v_parts=v_parts,
         in_runs=in_parts,
         has_open_pages=opened.k8 is not None,
+        batch=0 if batch is None else batch.size,
         d=D,
         d_step=q.d_step,
         unit=unit,
@@ -447,22 +465,25 @@ def launch_paged(
             "open_v8": v_view(open_v8),
             "open_k_descale": open_k_descale.view(-1),
             "open_v_descale": open_v_descale.view(-1),
-            "open_width": open_k8.size(0) // B,
+            "open_width": open_k8.size(0) // B if batch is None else pages_apart(opened.drafts),
             "new_keys": opened.keys,
             "drafts": opened.drafts,
             "block_table": a.block_table.view(-1),
             "cache_seqlens": a.cache_seqlens,
+            "cu_seqlens": a.cache_seqlens if batch is None else batch.cu_seqlens,
             "sinks": part_lse if a.softmax.sinks is None else a.softmax.sinks,
             "out": parts,
             "lse": part_lse,
             "lse_shift": part_lse if shift is None else shift,
             "channel_factors": part_lse if factors is None else factors.view(-1),
             "splits": splits,
-            "m_tiles": -(-H // H_kv * M // tile_rows),
+            "m_tiles": grid.m_tiles,
             "max_pages": max_pages,
             "group": H // H_kv,
             "m_len": M,
-            "q_b_step": q.b_step,
+            "most_queries": 0 if batch is None else batch.most_queries,
+            "split_rows": grid.split_rows,
+            "q_b_step": q.b_step if batch is None else 0,
             "q_h_step": q.h_step,
             "q_s_step": q.s_step,
             "out_head_step": 1 if swapped else M,
@@ -477,4 +498,7 @@ def launch_paged(
     )
     if in_parts:
         # Parts lack it, so that their weights do not depend on whether somebody sees it.
-        merge_splits(parts, part_lse.view(splits, -1), out, lse, a.bshd, None, shift if spec.shifts_lse else None)
+        merge_splits(
+            parts, part_lse.view(splits, -1), out, lse, a.bshd, None, shift if spec.shifts_lse else None, batch,
+            a.cache_seqlens,
+        )  # fmt: skip

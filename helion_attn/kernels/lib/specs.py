@@ -218,6 +218,7 @@ class PagedSpec(NamedTuple):
         v_parts: parts of V's channels, a program each; 1 in `fp8_attn_decode`.
         in_runs: the pages of a query are split over programs.
         has_open_pages: some pages come from `OpenPages`.
+        batch: a power of two that holds the sequences of a packed batch, which have different numbers of queries; or 0.
         d: head dim of Q.
         d_step: from a channel of Q to the next.
         unit: what Q's other steps are multiples of.
@@ -241,6 +242,7 @@ class PagedSpec(NamedTuple):
     v_parts: int
     in_runs: bool
     has_open_pages: bool
+    batch: int
     d: int
     d_step: int
     unit: int
