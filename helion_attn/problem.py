@@ -296,6 +296,7 @@ class RankChunks(NamedTuple):
 NO_CHUNKS = RankChunks(1, 0, 0, 0, 1, 1, 0, 1, 1, 0, 0, 0, False)
 
 
+@functools.cache
 def magic(divisor: int) -> int:
     """The int32 that `chunk_of_block` multiplies by, in place of a division (Robison, ARITH 2005).
 

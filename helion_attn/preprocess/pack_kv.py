@@ -29,8 +29,6 @@ from helion_attn.kernels.lib.row_layout import row_tile, rows_descale, rows_scal
 from helion_attn.kernels.lib.scalars import inverse_of_power
 from helion_attn.kernels.lib.specs import RowSpec
 from helion_attn.kernels.lib.strided import row_channels
-from helion_attn.numerics import FORMAT_MAX
-from helion_attn.preprocess.lib.pack_args import PackArgs
 from helion_attn.preprocess.lib.v_layout import lost_in_rounding, v_block, v_descales
 from helion_attn.preprocess.sequences import key_source
 
@@ -284,80 +282,3 @@ def kernel(is_cuda: bool, num_warps: int, max_registers: int | None, in_flight: 
     stages = [0, 0, *[in_flight] * (2 if k_per_block else 1)]
     registers: dict[str, Any] = {} if max_registers is None else {MAX_REGISTERS: max_registers}
     return compiled(pack_kv, Config(num_warps=num_warps, indexing="pointer", range_num_stages=stages, **registers))
-
-
-class PackedKV(NamedTuple):
-    """Blocks of K and V.
-
-    Attributes:
-        k8: [kv_heads * tiles, k_tile, D_pad].
-        v8: 8 bits [kv_heads * blocks * pieces, d_tile, bn], transposed, or 16 bits [kv_heads * blocks, bn, D_v_pad].
-        k_descale: fp32 [kv_heads, blocks], or [kv_heads, 1] where K has none a block.
-        v_descale: fp32 [kv_heads, D_v_pad].
-        v_lost: fp32 [kv_heads * blocks, D_v_pad] with `sum_lost`: what rounding took from each block's sum.
-        v_peak: fp32 [kv_heads * blocks, pieces] with `note_peak`: the largest of each block.
-    """
-
-    k8: torch.Tensor
-    v8: torch.Tensor
-    k_descale: torch.Tensor
-    v_descale: torch.Tensor
-    v_lost: torch.Tensor
-    v_peak: torch.Tensor
-
-
-def launch(a: PackArgs, sum_lost: bool, note_peak: bool) -> PackedKV:
-    """Pack K and V."""
-    source, t, recipe, stats = a.source, a.tiling, a.recipe, a.stats
-    k_blocks, heads, blocks, N = a.grid(source.H_kv, source.N, a.bn, "k_blocks")
-    tiles, pieces = blocks * a.bn // t.k_tile, source.D_v_pad // t.d_tile
-    transposed = recipe.pv_dtype.itemsize == 1
-    v_shape = (blocks * pieces, t.d_tile, a.bn) if transposed else (blocks, a.bn, source.D_v_pad)
-    packed = PackedKV(
-        k8=a.empty(heads * tiles, t.k_tile, source.D_pad, dtype=recipe.qk_dtype),
-        v8=a.empty(heads * v_shape[0], *v_shape[1:], dtype=recipe.pv_dtype),
-        k_descale=a.empty(heads, blocks if recipe.k_scales == "block" else 1),
-        v_descale=a.empty(heads, source.D_v_pad),
-        v_lost=a.empty(heads * blocks if sum_lost else 1, source.D_v_pad),
-        v_peak=a.empty(heads * blocks if note_peak else 1, pieces),
-    )
-    kernel(a.is_cuda, t.kv_warps, t.kv_registers, t.k_in_flight, t.k_per_block).run(
-        {
-            **a.arguments(),
-            **source.arguments("kv"),
-            **packed._asdict(),
-            "v_amax": stats.v_amax,
-            "v_mean": stats.v_mean,
-            "k_positions": a.rope.k_positions,
-            "weight": a.norms.k.weight,
-            "factors": a.norms.k.factors,
-            "k_blocks": k_blocks,
-            "n_tiles": tiles,
-            "N": N,
-            "d_v_at_run_time": source.D_v,
-            "spec": PackKVSpec(
-                **a.spec_fields(),
-                v_d_step=source.d_steps[2],
-                d_v=source.D_v,
-                d_tile=t.d_tile,
-                bn=a.bn,
-                k_run=t.k_run,
-                k_unscaled=recipe.k_scales != "block",
-                k_per_tile=recipe.k_scales == "block" and not t.k_per_block,
-                k_per_block=t.k_per_block,
-                v_unscaled=recipe.v_scales == "none" or recipe.is_given,
-                v_per_channel=recipe.v_scales == "channel",
-                sum_lost=sum_lost,
-                note_peak=note_peak,
-                v_largest=FORMAT_MAX.get(recipe.pv_dtype, 1.0),
-                cap_registers=t.kv_registers is not None,
-                rows=a.row_spec(a.norms.k, source.d_steps[1], a.rope.explicit[1])._replace(
-                    subtract_mean=recipe.smooth_k,
-                    divide=True,
-                    vectors_first=t.k_vectors_first,
-                    rotate_first=t.rotate_first,
-                ),
-            ),
-        }
-    )
-    return packed

@@ -20,7 +20,6 @@ from helion_attn.kernels.lib.rotate import with_factors
 from helion_attn.kernels.lib.row_layout import row_tile, rows_descale, rows_scale, rows_to_dtype, store_tile
 from helion_attn.kernels.lib.specs import RowSpec
 from helion_attn.kernels.lib.strided import row_channels
-from helion_attn.preprocess.lib.pack_args import PackArgs
 from helion_attn.preprocess.sequences import query_source
 
 
@@ -223,59 +222,3 @@ def kernel(is_cuda: bool, num_warps: int, max_registers: int | None, in_flight: 
     stages = [0, *[in_flight] * (2 if q_per_block else 1)]
     registers: dict[str, Any] = {} if max_registers is None else {MAX_REGISTERS: max_registers}
     return compiled(pack_q, Config(num_warps=num_warps, indexing="pointer", range_num_stages=stages, **registers))
-
-
-class PackedQ(NamedTuple):
-    """Blocks of Q.
-
-    Attributes:
-        q8: [heads * tiles, q_tile, D_pad].
-        q_descale: fp32 [heads, blocks * bm].
-        lse_shift: fp32 [heads, blocks * bm] with `shift_lse`, otherwise of one element.
-    """
-
-    q8: torch.Tensor
-    q_descale: torch.Tensor
-    lse_shift: torch.Tensor
-
-
-def launch(a: PackArgs, shift_lse: bool, packs: bool) -> PackedQ:
-    """Pack Q. With `shift_lse` each row's product with K's mean comes too; without `packs` no row of Q is packed."""
-    source, t, recipe = a.source, a.tiling, a.recipe
-    q_blocks, heads, blocks, M = a.grid(source.H, source.M, a.bm, "q_blocks")
-    rows = blocks * a.bm if packs else 0
-    tiles = rows // t.q_tile
-    packed = PackedQ(
-        q8=a.empty(heads * tiles, t.q_tile, source.D_pad, dtype=recipe.qk_dtype),
-        q_descale=a.empty(heads, rows),
-        lse_shift=a.empty(heads, rows) if shift_lse else a.empty(1, 1),
-    )
-    if packs:
-        kernel(a.is_cuda, t.q_warps, t.q_registers, t.q_in_flight, t.q_per_block).run(
-            {
-                **a.arguments(),
-                **source.arguments("q"),
-                **packed._asdict(),
-                "q_positions": a.rope.q_positions,
-                "weight": a.norms.q.weight,
-                "factors": a.norms.q.factors,
-                "q_blocks": q_blocks,
-                "m_tiles": tiles,
-                "H": source.H,
-                "M": M,
-                "N": source.N if a.sequences is None else a.bn,
-                "spec": PackQSpec(
-                    **a.spec_fields(),
-                    q_run=t.q_run,
-                    q_unscaled=recipe.q_scales == "none" or recipe.is_given,
-                    q_per_row=recipe.q_scales == "token",
-                    q_per_tile=recipe.q_scales == "block" and not t.q_per_block,
-                    q_per_block=t.q_per_block,
-                    cap_registers=t.q_registers is not None,
-                    rows=a.row_spec(a.norms.q, source.d_steps[0], a.rope.explicit[0])._replace(
-                        dot_mean=shift_lse, vectors_first=t.q_vectors_first
-                    ),
-                ),
-            }
-        )
-    return packed

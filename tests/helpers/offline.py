@@ -68,14 +68,13 @@ def fake_rotation(D: int, D_pad: int, seed: int, device: torch.device) -> tuple[
 @contextlib.contextmanager
 def launching() -> Iterator[None]:
     """Inside, the public functions run their launchers also on fake tensors. Kernels are bound anew."""
-    from helion_attn.preprocess import transform_rows
-    from helion_attn.preprocess.lib import pack_args
+    from helion_attn.preprocess import pack, transform_rows
 
     forget()
     try:
         with (
             mock.patch.object(torch.ops, "helion_attn", CudaKernels()),
-            mock.patch.object(pack_args, "rotation", fake_rotation),
+            mock.patch.object(pack, "rotation", fake_rotation),
             mock.patch.object(transform_rows, "rotation", fake_rotation),
         ):
             yield

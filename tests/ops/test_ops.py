@@ -73,9 +73,9 @@ def over_ranks(device: str, recipe: ha.Recipe = ha.BALANCED) -> None:
         ha.distributed.attention(*qkv_on(device), causal=True, recipe=recipe, rope=rope, return_lse=True)
     finally:
         dist.destroy_process_group()
-    parts, lse = torch.randn(2, 1, 4, 9, 48, device=device), torch.randn(2, 1, 4, 9, device=device)
-    out, merged = torch.empty_like(parts[0]), torch.empty_like(lse[0])
-    ops.merge_results(MergeArgs(parts, lse, torch.zeros(4, device=device), out, merged, bshd=False))
+    results, lse = torch.randn(2, 1, 4, 9, 48, device=device), torch.randn(2, 1, 4, 9, device=device)
+    out, merged = torch.empty_like(results[0]), torch.empty_like(lse[0])
+    ops.merge_results(MergeArgs(results, lse, torch.zeros(4, device=device), out, merged, bshd=False))
 
 
 def fields(packed: ha.QuantizedQKV) -> list[torch.Tensor]:
