@@ -56,6 +56,6 @@ def differentiate(
 
 
 def check_out_dtype(dtype: torch.dtype) -> None:
-    """Of a call that gets gradients: one that a gradient can have."""
+    """Raise TypeError for an output dtype of 8 bits, which no gradient can have."""
     if dtype.itemsize == 1:
         raise TypeError(f"out_dtype is {dtype}; where an input requires grad it must be bfloat16, float16 or float32")

@@ -20,7 +20,7 @@ SCORES_AT_ONCE = 2**25
 
 
 class Gradients(NamedTuple):
-    """What the backward pass gives.
+    """Gradients of Q, K and V, and a softcap's share of the sums of dS.
 
     Attributes:
         dq: [B, H, M, D].

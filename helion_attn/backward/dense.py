@@ -18,7 +18,7 @@ import torch
 from helion_attn.backward import chunked, kernels
 from helion_attn.backward.autograd import check_out_dtype, differentiate
 from helion_attn.backward.prologue import without_prologue
-from helion_attn.backward.terms import row_sums, sink_probability, sinks_gradient, without_keys
+from helion_attn.backward.terms import row_dots, row_sums, sink_probability, sinks_gradient, without_keys
 from helion_attn.compiler.buffers import sm_count
 from helion_attn.compiler.slower import warn_slower
 from helion_attn.masks.blocks import BlockMask
@@ -154,11 +154,6 @@ def laid(x: torch.Tensor, bshd: bool) -> torch.Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2) if bshd else x.contiguous()
 
 
-def row_dots(d_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """rowsum(dO * O), fp32 [B, H, M], of tensors [B, H, M, D_v]."""
-    return (d_out.float() * out.float()).sum(3)
-
-
 def _backward(a: BackwardArgs) -> tuple[torch.Tensor, ...]:
     f, softmax, packed = a.forward, a.forward.softmax, a.forward.packed
     kernel = kernels.choose(case_of(f, a.out.is_cuda, a.d_lse is not None))
@@ -178,9 +173,9 @@ def _backward(a: BackwardArgs) -> tuple[torch.Tensor, ...]:
         visible = visible_scores(f, a.lse.shape)
         dq, dk, dv, capped = chunked.run(q, k, v, d_out.float(), less, lse, shift, softmax, visible)
     else:
-        d_out, q, k, v, out = (laid(x.to(dtype), f.bshd) for x in (d_out, q, k, v, out))
+        d_out_16, q, k, v, out_16 = (laid(x.to(dtype), f.bshd) for x in (d_out, q, k, v, out))
         run = kernels.flash if kernel.name == "flash" else kernels.cudnn
-        dq, dk, dv = run(d_out, q, k, v, out, lse, softmax)
+        dq, dk, dv = run(d_out_16, q, k, v, out_16, lse, softmax)
     d_sinks = a.lse.new_empty(0)
     if softmax.sinks is not None or a.d_lse is not None or capped is not None:
         delta, p = row_dots(d_out, out), sink_probability(softmax.sinks, a.lse)
@@ -193,7 +188,7 @@ def _backward(a: BackwardArgs) -> tuple[torch.Tensor, ...]:
 
 
 def visible_scores(f: AttentionArgs, rows: torch.Size) -> torch.Tensor | None:
-    """What a block mask shows, bool [B, H, M, N]; None without one."""
+    """The scores that a block mask shows, bool [B, H, M, N]; None without a mask."""
     if not f.block_mask.block_sparse:
         return None
     mask = BlockMask._of_lists(f.m_len, f.n_len, *f.block_mask)  # type: ignore[arg-type]

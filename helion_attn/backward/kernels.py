@@ -20,7 +20,7 @@ CUDNN_WITH_D_256 = 91000
 
 
 class Case(NamedTuple):
-    """What the choice of a backward kernel depends on.
+    """Sizes and options by which a backward kernel is chosen.
 
     Attributes:
         is_cuda: whether a GPU runs it.

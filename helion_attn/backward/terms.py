@@ -1,4 +1,4 @@
-"""What the gradients have besides products: of sinks, of lse, and of K's mean, which products go without.
+"""Terms of the gradients besides products of matrices: of sinks, of lse, and of K's mean.
 
 With p the sink's probability of a row, 0 without one, the sum of its dS is
 
@@ -15,13 +15,18 @@ import math
 import torch
 
 
+def row_dots(d_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """rowsum(dO * O), fp32 [..], of tensors [.., D_v]."""
+    return (d_out.float() * out.float()).sum(-1)
+
+
 def without_keys(lse: torch.Tensor) -> torch.Tensor:
     """`lse` with inf for -inf: P of a row that sees no key is then 0."""
     return torch.where(lse == -math.inf, math.inf, lse)
 
 
 def sink_probability(sinks: torch.Tensor | None, lse: torch.Tensor) -> torch.Tensor:
-    """What sinks take of each row's probability, shaped as lse [.., H, M]; 0 without any."""
+    """The probability that each row's sink takes, shaped as lse [.., H, M]; 0 without sinks."""
     return torch.zeros_like(lse) if sinks is None else torch.exp(sinks.unsqueeze(1) - without_keys(lse))
 
 

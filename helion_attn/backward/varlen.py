@@ -9,7 +9,7 @@ import torch
 
 from helion_attn.backward import chunked, kernels
 from helion_attn.backward.autograd import check_out_dtype, differentiate
-from helion_attn.backward.terms import row_sums, sink_probability, sinks_gradient, without_keys
+from helion_attn.backward.terms import row_dots, row_sums, sink_probability, sinks_gradient, without_keys
 from helion_attn.compiler.slower import warn_slower
 from helion_attn.configs import Q_FIELDS, blocks_for
 from helion_attn.ops import flops
@@ -156,9 +156,8 @@ def _backward(a: VarlenBackwardArgs) -> tuple[torch.Tensor, ...]:
     # Outputs of no sequence are NaN. [H, M]
     outside = ~queries.inside
     lse = a.lse.masked_fill(outside, 0.0)
-    d_out, out = (x.float().masked_fill(outside[:, None, None], 0.0) for x in (a.d_out, a.out))
+    d_out, out = (x.masked_fill(outside[:, None, None], 0.0) for x in (a.d_out, a.out))
     d_lse = None if a.d_lse is None else a.d_lse.masked_fill(outside, 0.0)
-    delta = (d_out * out).sum(2).T
     scores_lse, shift = without_keys(lse), None
     if packed.lse_shift is not None:
         shift = softmax.scale * packed.lse_shift[0].flatten(1)[:, queries.row]
@@ -167,20 +166,23 @@ def _backward(a: VarlenBackwardArgs) -> tuple[torch.Tensor, ...]:
     if kernel.name == "chunked":
         if kernel.is_slow:
             warn_slower(f"a backward pass of helion_attn takes {kernel}")
-        less = delta if d_lse is None else delta - d_lse
-        dq, dk, dv, capped = _of_each(a, q, k, v, d_out, less, scores_lse, shift)
+        less = row_dots(d_out, out).T if d_lse is None else row_dots(d_out, out).T - d_lse
+        dq, dk, dv, capped = _of_each(a, q, k, v, d_out.float(), less, scores_lse, shift)
     else:
         dtype = a.dtype if a.dtype.itemsize == 2 else torch.bfloat16
-        d_out, q, k, v, out = (x.to(dtype).contiguous() for x in (d_out, q, k, v, out))
+        d_out_16, q, k, v, out_16 = (x.to(dtype).contiguous() for x in (d_out, q, k, v, out))
         ends = a.cu_seqlens_q, a.cu_seqlens_k
-        dq, dk, dv = kernels.flash_varlen(d_out, q, k, v, out, scores_lse, softmax, *ends)
+        dq, dk, dv = kernels.flash_varlen(d_out_16, q, k, v, out_16, scores_lse, softmax, *ends)
         dq = dq.masked_fill(outside[:, None, None], 0.0)
         dk, dv = (x.masked_fill(~keys.inside[:, None, None], 0.0) for x in (dk, dv))
-    p = sink_probability(softmax.sinks, lse).masked_fill(outside, 0.0)
-    if packed.k_mean is not None and (softmax.sinks is not None or d_lse is not None or capped is not None):
-        mean = packed.k_mean[:, :, : a.d].repeat_interleave(H // k.size(1), 1)[queries.sequence]
-        dq = dq.float() + softmax.scale * row_sums(delta, p, d_lse, capped).T.unsqueeze(2) * mean
-    d_sinks = a.lse.new_empty(0) if softmax.sinks is None else sinks_gradient(delta, p, d_lse)
+    d_sinks = a.lse.new_empty(0)
+    if softmax.sinks is not None or d_lse is not None or capped is not None:
+        delta, p = row_dots(d_out, out).T, sink_probability(softmax.sinks, lse).masked_fill(outside, 0.0)
+        if packed.k_mean is not None:
+            mean = packed.k_mean[:, :, : a.d].repeat_interleave(H // k.size(1), 1)[queries.sequence]
+            dq = dq.float() + softmax.scale * row_sums(delta, p, d_lse, capped).T.unsqueeze(2) * mean
+        if softmax.sinks is not None:
+            d_sinks = sinks_gradient(delta, p, d_lse)
     return *(x.to(a.dtype).contiguous() for x in (dq, dk, dv)), d_sinks
 
 
