@@ -91,7 +91,7 @@ def in_lines(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def with_scores(function: Callable[P, R]) -> Callable[P, R]:
-    """The function; in the place of `**options` its signature has the fields of `ScoreOptions`."""
+    """The function, whose signature has the fields of `ScoreOptions` for its `**options`."""
     signature = inspect.signature(function)
     parameters = [x.replace(kind=x.KEYWORD_ONLY) for x in inspect.signature(ScoreOptions).parameters.values()]
     parameters += [x for x in signature.parameters.values() if x.kind is not x.VAR_KEYWORD]

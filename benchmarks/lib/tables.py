@@ -34,6 +34,7 @@ LABELS = {
     "sparge": "SpargeAttn",
     "sta": "STA",
     "fa3_documents": "FA3 bf16, packed",
+    "fa3_fa2_bf16": "FA3's forward, FA2's backward, bf16",
     "efficient_bf16": "SDPA efficient bf16",
     "math_bf16": "SDPA math bf16",
     "fa3_fp16": "FA3 fp16",

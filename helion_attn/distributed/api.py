@@ -123,12 +123,12 @@ def unshard(x: torch.Tensor, dim: int, group: Group = None, *, balance: Balance 
     padded = moved.new_zeros((max(lengths), *moved.shape[1:]))
     padded[: moved.size(0)] = moved
     gathered = collectives.gather(padded, pg)
-    pieces = []
+    chunks = []
     for rank in range(pg.size()):
         of_rank = gathered[rank, : lengths[rank]].split([chunk.size for chunk in cut.chunks(rank)])
-        pieces += [(chunk.begin, piece) for chunk, piece in zip(cut.chunks(rank), of_rank, strict=True)]
-    pieces.sort(key=lambda begin_and_piece: begin_and_piece[0])
-    return torch.cat([piece for _, piece in pieces]).movedim(0, dim).contiguous()
+        chunks += [(chunk.begin, tokens) for chunk, tokens in zip(cut.chunks(rank), of_rank, strict=True)]
+    chunks.sort(key=lambda begin_and_tokens: begin_and_tokens[0])
+    return torch.cat([tokens for _, tokens in chunks]).movedim(0, dim).contiguous()
 
 
 def _cut_of(length: int, ranks: int, balance: Balance) -> Cut:

@@ -112,13 +112,13 @@ def check_appended(
 
 
 def note_balance(group: str, tokens: int, balance: str | None) -> None:
-    """Remember how a part of so many tokens was cut, for `check_balance_of_ranks`, inside `debug`."""
+    """Remember how a rank's share of so many tokens was cut, for `check_balance_of_ranks`, inside `debug`."""
     if (seen := seen_so_far()) is not None:
         seen.balances.setdefault((group, tokens), set()).add(balance)
 
 
 def check_balance_of_ranks(group: str, lengths: Iterable[int], balance: str | None) -> None:
-    """Parts of these lengths, if any was cut inside `debug`, were cut for this balance."""
+    """Raise ValueError if a share of one of these lengths was cut inside `debug` for another balance."""
     seen = seen_so_far()
     for length in lengths:
         cut = seen.balances.get((group, length)) if seen is not None else None

@@ -33,8 +33,6 @@ class Block(nn.Module):
         return self.out(ha.attention(q, k, v, layout="bshd", causal=True).flatten(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.cuda.is_available():  # what is first initialised inside a checkpoint is an error
-            torch.cuda.init()
         attended: Tensor = checkpoint(self.attend, x, use_reentrant=False)
         return x + attended
 
@@ -45,6 +43,8 @@ def batch(rank: int, step: int) -> Tensor:
 
 def train(model: nn.Module, parts: Callable[[int], list[Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
     """Take steps with the mean loss of parts; the last step's gradients, and the weights."""
+    if torch.cuda.is_available():  # what is first initialised inside a checkpoint is an error
+        torch.cuda.init()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in range(STEPS):
         optimizer.zero_grad()
