@@ -164,7 +164,9 @@ def pack_launch(
     unused = q.new_empty(1, dtype=torch.float32)
     norms, tables = no_norms(unused), kernel_tables(rope_arguments(rope), source.D_row, unused)
     known = sample.launch(source, norms, tables, recipe)
-    return lambda: all_tensors(pack.launch(source, norms, tables, known, tile.bm, tile.bn, recipe, shift_lse=False))
+    return lambda: all_tensors(
+        pack.launch(source, norms, tables, known, tile.bm, tile.bn, recipe, needs_lse_shift=False)
+    )
 
 
 def stages(w: Workload, q: Tensor, k: Tensor, v: Tensor) -> list[Stage]:

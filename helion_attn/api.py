@@ -105,14 +105,14 @@ def quantize(
             rope=NO_ROPE_ARGUMENTS if rope is None else rope_arguments(rope),
             norm=norm_arguments(q_norm, k_norm),
             recipe=chosen,
-            shift_lse=True,
+            needs_lse_shift=True,
         )
 
     more, rest = (*rope_tensors(rope), *norm_tensors(q_norm, k_norm)), (interleaved(rope), *norm_eps(q_norm, k_norm))
     tensors = plans.run("quantize", (q, k, v, *more), (chosen, layout, *rest), problem)
     length = 2 if layout == "bhsd" else 1
     return QuantizedQKV(
-        **packed_fields(tensors, chosen, shift_lse=True),
+        **packed_fields(tensors, chosen, needs_lse_shift=True),
         M=q.size(length),
         N=k.size(length),
         D=q.size(3),
@@ -412,7 +412,7 @@ def dense_problem(
         out_dtype=q.dtype if out_dtype is None else out_dtype,
         recipe=recipe,
         num_splits=num_splits,
-        shift_lse=softmax.needs_k_mean_correction(return_lse),
+        needs_lse_shift=softmax.needs_lse_shift(return_lse),
         block_mask=NO_MASK_ARGUMENTS if mask is None else mask_arguments(mask),
     )
 

@@ -48,7 +48,7 @@ def of_dense(a: DenseArgs) -> Call:
         **_rope_and_norms(a.rope, a.norm),
         "block_mask": mask,
         "num_splits": a.num_splits,
-        **_outputs(a.softmax, a.shift_lse, a.out_dtype, a.q.dtype),
+        **_outputs(a.softmax, a.needs_lse_shift, a.out_dtype, a.q.dtype),
     }
     return Call("attention", _tensors(a.bshd, q=a.q, k=a.k, v=a.v), _given(options))
 
@@ -58,7 +58,7 @@ def of_varlen(a: VarlenArgs) -> Call:
     options = {
         **_score_options(a.softmax, a.q.size(2)),
         "recipe": a.recipe,
-        **_outputs(a.softmax, a.shift_lse, a.out_dtype, a.q.dtype),
+        **_outputs(a.softmax, a.needs_lse_shift, a.out_dtype, a.q.dtype),
     }
     tensors = {"q": a.q, "k": a.k, "v": a.v, "cu_seqlens_q": a.cu_seqlens_q, "cu_seqlens_k": a.cu_seqlens_k}
     return Call("attention_varlen", tensors, _given(options))
@@ -103,7 +103,7 @@ def of_decode(a: DecodeArgs) -> Call:
         **_layout(a.bshd),
         **_score_options(a.softmax, a.cache.D),
         "num_splits": a.splits,
-        **_outputs(a.softmax, a.shift_lse, a.out_dtype, a.q.dtype),
+        **_outputs(a.softmax, a.needs_lse_shift, a.out_dtype, a.q.dtype),
     }
     q = _tensors(a.bshd, q=a.q)
     tensors = {**q, "cache": dict(vars(a.cache)), "block_table": a.block_table, "cache_seqlens": a.cache_seqlens}
@@ -154,10 +154,12 @@ def _score_options(softmax: ScoreOptions, D: int) -> dict[str, Any]:
     }
 
 
-def _outputs(softmax: ScoreOptions, shift_lse: bool, out_dtype: torch.dtype, dtype: torch.dtype) -> dict[str, Any]:
+def _outputs(
+    softmax: ScoreOptions, needs_lse_shift: bool, out_dtype: torch.dtype, dtype: torch.dtype
+) -> dict[str, Any]:
     """Where K's mean must be corrected anyway, the operation does not tell whether lse was asked for."""
     return {
-        "return_lse": shift_lse and not softmax.needs_k_mean_correction(return_lse=False),
+        "return_lse": needs_lse_shift and not softmax.needs_lse_shift(return_lse=False),
         "out_dtype": None if out_dtype == dtype else out_dtype,
     }
 

@@ -313,7 +313,7 @@ def decode_problem(
         cache_seqlens=cache_seqlens,
         splits=num_splits,
         softmax=softmax,
-        shift_lse=softmax.needs_k_mean_correction(return_lse),
+        needs_lse_shift=softmax.needs_lse_shift(return_lse),
         bshd=layout == "bshd",
         out_dtype=q.dtype if out_dtype is None else out_dtype,
     )

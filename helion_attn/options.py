@@ -89,8 +89,8 @@ class ScoreOptions:
         """Whether the softmax's input is linear in q k^T: without a softcap."""
         return self.softcap is None
 
-    def needs_k_mean_correction(self, return_lse: bool) -> bool:
-        """Whether a call sees what K's mean takes from all scores of a row, as a softmax of keys alone does not."""
+    def needs_lse_shift(self, return_lse: bool) -> bool:
+        """Whether a call sees `lse_shift`, what K's mean takes from all scores of a row: a softmax of keys does not."""
         return return_lse or self.softcap is not None or self.sinks is not None
 
     @property

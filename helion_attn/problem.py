@@ -128,7 +128,7 @@ class DenseArgs(NamedTuple):
         rope: rotates Q and K first.
         norm: is applied to Q and K before that.
         softmax: and the rest, as in `AttentionArgs`.
-        shift_lse: whether somebody sees what smooth_k takes from the scores.
+        needs_lse_shift: whether somebody sees `lse_shift`, what smooth_k takes from the scores.
     """
 
     q: torch.Tensor
@@ -141,7 +141,7 @@ class DenseArgs(NamedTuple):
     out_dtype: torch.dtype
     recipe: Recipe
     num_splits: int | None
-    shift_lse: bool
+    needs_lse_shift: bool
     block_mask: MaskArgs = NO_MASK_ARGUMENTS
 
     @property
@@ -160,7 +160,7 @@ class VarlenArgs(NamedTuple):
         cu_seqlens_q: int32 [B + 1].
         cu_seqlens_k: int32 [B + 1].
         softmax: and the rest, as in `AttentionArgs`.
-        shift_lse: whether somebody sees what smooth_k takes from the scores.
+        needs_lse_shift: whether somebody sees `lse_shift`, what smooth_k takes from the scores.
     """
 
     q: torch.Tensor
@@ -171,7 +171,7 @@ class VarlenArgs(NamedTuple):
     softmax: ScoreOptions
     out_dtype: torch.dtype
     recipe: Recipe
-    shift_lse: bool
+    needs_lse_shift: bool
 
     @property
     def packing(self) -> Packing:
@@ -229,7 +229,7 @@ class AttentionArgs(NamedTuple):
             "q_row_descales": self.recipe.q_scales == "token",
             "k_block_descales": self.recipe.k_scales == "block",
             "v_channel_descales": self.recipe.v_scales == "channel",
-            "shift_lse": self.packed.lse_shift is not None,
+            "has_lse_shift": self.packed.lse_shift is not None,
             **self.softmax.choices(),
         }
 
@@ -387,7 +387,7 @@ class DecodeArgs(NamedTuple):
         cache_seqlens: int32 [B].
         splits: runs of a sequence's pages; None for the choice by shapes and GPU.
         softmax: and the rest, as in `AttentionArgs`.
-        shift_lse: whether somebody sees what K's mean takes from the scores.
+        needs_lse_shift: whether somebody sees what K's mean takes from the scores.
     """
 
     q: torch.Tensor
@@ -396,7 +396,7 @@ class DecodeArgs(NamedTuple):
     cache_seqlens: torch.Tensor
     splits: int | None
     softmax: ScoreOptions
-    shift_lse: bool
+    needs_lse_shift: bool
     bshd: bool
     out_dtype: torch.dtype
 
@@ -411,7 +411,7 @@ class QuantizeArgs(NamedTuple):
         rope: rotates Q and K first.
         norm: is applied to Q and K before that.
         recipe: how they become 8- or 16-bit numbers.
-        shift_lse: whether somebody sees what smooth_k takes from the scores.
+        needs_lse_shift: whether somebody sees `lse_shift`, what smooth_k takes from the scores.
     """
 
     q: torch.Tensor
@@ -420,7 +420,7 @@ class QuantizeArgs(NamedTuple):
     rope: RopeArgs
     norm: NormArgs
     recipe: Recipe
-    shift_lse: bool
+    needs_lse_shift: bool
 
     @property
     def packing(self) -> Packing:
@@ -501,7 +501,7 @@ class QuantizeRankArgs(NamedTuple):
     v_largest: torch.Tensor
     rope: RopeArgs
     recipe: Recipe
-    shift_lse: bool
+    needs_lse_shift: bool
     all_keys: int
 
     @property

@@ -138,7 +138,7 @@ def _dense(a: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Re
         out_dtype=a.out_dtype,
         recipe=recipe,
         num_splits=None,
-        shift_lse=False,
+        needs_lse_shift=False,
     )
 
 

@@ -46,7 +46,7 @@ def varlen_problem(
         softmax=softmax,
         out_dtype=q.dtype if out_dtype is None else out_dtype,
         recipe=recipe,
-        shift_lse=softmax.needs_k_mean_correction(return_lse),
+        needs_lse_shift=softmax.needs_lse_shift(return_lse),
     )
 
 

@@ -64,7 +64,7 @@ def run(
     d_out: torch.Tensor,
     delta: torch.Tensor,
     lse: torch.Tensor,
-    shift: torch.Tensor | None,
+    lse_shift: torch.Tensor | None,
     softmax: ScoreOptions,
     visible: torch.Tensor | None,
 ) -> Gradients:
@@ -77,7 +77,7 @@ def run(
         d_out: fp32 [B, H, M, D_v].
         delta: fp32 [B, H, M].
         lse: fp32 [B, H, M]; inf of a row that sees no key.
-        shift: fp32 [B, H, M], what scores have besides `q k^T * sm_scale`; only a softcap can tell. Or None.
+        lse_shift: fp32 [B, H, M], what scores have besides `q k^T`; only a softcap can tell. Or None.
         softmax: which scores there are, and how they are scaled.
         visible: bool [B, H, M, N], which of these there are; None for all.
     """
@@ -85,7 +85,8 @@ def run(
     scale, cap = softmax.scale, softmax.softcap
     # [B, H_kv, G, M, ...]; K and V [B, H_kv, 1, N, ...]
     q, d_out, delta, lse = (x.unflatten(1, (H_kv, H // H_kv)) for x in (q, d_out, delta, lse))
-    shift = None if shift is None else shift.unflatten(1, (H_kv, H // H_kv))
+    if lse_shift is not None:
+        lse_shift = lse_shift.unflatten(1, (H_kv, H // H_kv))
     visible = None if visible is None else visible.unflatten(1, (H_kv, H // H_kv))
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     capped = None if cap is None else torch.zeros_like(lse)
@@ -101,7 +102,9 @@ def run(
         # [B, H_kv, G, rows, keys]
         s = q_i @ k_i.mT * scale
         if cap is not None:
-            t = torch.tanh((s if shift is None else s + shift[:, :, :, i:j, None]) / cap)
+            if lse_shift is not None:
+                s = s + scale * lse_shift[:, :, :, i:j, None]
+            t = torch.tanh(s / cap)
             s = cap * t
         p = torch.exp(s - lse[:, :, :, i:j, None])
         d_s = d_out_i @ v_i.mT - delta[:, :, :, i:j, None]

@@ -161,17 +161,17 @@ def _backward(a: BackwardArgs) -> tuple[torch.Tensor, ...]:
     out, d_out = (x.transpose(1, 2) if f.bshd else x for x in (a.out, a.d_out))
     dtype = a.dtype if a.dtype.itemsize == 2 else torch.bfloat16
     q, k, v = dequantised(f, torch.float32 if kernel.name == "chunked" else dtype)
-    lse, shift = without_keys(a.lse), None
+    lse, lse_shift = without_keys(a.lse), None
     if packed.lse_shift is not None:
-        shift = softmax.scale * rows_of(packed.lse_shift, f.m_len)
-        lse = lse if softmax.softcap is not None else lse - shift
+        lse_shift = rows_of(packed.lse_shift, f.m_len)
+        lse = lse if softmax.softcap is not None else lse - softmax.scale * lse_shift
     capped = None
     if kernel.name == "chunked":
         if kernel.is_slow:
             warn_slower(f"a backward pass of helion_attn takes {kernel}")
         less = row_dots(d_out, out) if a.d_lse is None else row_dots(d_out, out) - a.d_lse
         visible = visible_scores(f, a.lse.shape)
-        dq, dk, dv, capped = chunked.run(q, k, v, d_out.float(), less, lse, shift, softmax, visible)
+        dq, dk, dv, capped = chunked.run(q, k, v, d_out.float(), less, lse, lse_shift, softmax, visible)
     else:
         d_out_16, q, k, v, out_16 = (laid(x.to(dtype), f.bshd) for x in (d_out, q, k, v, out))
         run = kernels.flash if kernel.name == "flash" else kernels.cudnn
@@ -205,7 +205,7 @@ def _fake_backward(a: BackwardArgs) -> tuple[torch.Tensor, ...]:
 
 def _kept(a: DenseArgs, outputs: Sequence[torch.Tensor]) -> BackwardArgs:
     out, lse, *tensors = outputs
-    packed = PackedTensors(**packed_fields(tensors, a.recipe, a.shift_lse))
+    packed = PackedTensors(**packed_fields(tensors, a.recipe, a.needs_lse_shift))
     return BackwardArgs(d_out=out, d_lse=None, out=out, lse=lse, forward=attention_args(a, packed), dtype=a.q.dtype)
 
 

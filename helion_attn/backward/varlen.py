@@ -70,7 +70,7 @@ def _fake(a: VarlenArgs) -> tuple[torch.Tensor, ...]:
         *empty_packed(a.q, H, H_kv, m_blocks, n_blocks, p, a.recipe.qk_dtype, a.recipe.pv_dtype),
         *empty_descales(
             a.q, (1, H, m_blocks, p.bm), (1, H_kv, n_blocks), (1, H_kv, n_blocks * p.D_v_pad), (B, H_kv), p, a.recipe,
-            a.shift_lse,
+            a.needs_lse_shift,
         ),
         a.cu_seqlens_q.new_empty(m_blocks, Q_FIELDS),
     )  # fmt: skip
@@ -158,16 +158,16 @@ def _backward(a: VarlenBackwardArgs) -> tuple[torch.Tensor, ...]:
     lse = a.lse.masked_fill(outside, 0.0)
     d_out, out = (x.masked_fill(outside[:, None, None], 0.0) for x in (a.d_out, a.out))
     d_lse = None if a.d_lse is None else a.d_lse.masked_fill(outside, 0.0)
-    scores_lse, shift = without_keys(lse), None
+    scores_lse, lse_shift = without_keys(lse), None
     if packed.lse_shift is not None:
-        shift = softmax.scale * packed.lse_shift[0].flatten(1)[:, queries.row]
-        scores_lse = scores_lse if softmax.softcap is not None else scores_lse - shift
+        lse_shift = packed.lse_shift[0].flatten(1)[:, queries.row]
+        scores_lse = scores_lse if softmax.softcap is not None else scores_lse - softmax.scale * lse_shift
     capped = None
     if kernel.name == "chunked":
         if kernel.is_slow:
             warn_slower(f"a backward pass of helion_attn takes {kernel}")
         less = row_dots(d_out, out).T if d_lse is None else row_dots(d_out, out).T - d_lse
-        dq, dk, dv, capped = _of_each(a, q, k, v, d_out.float(), less, scores_lse, shift)
+        dq, dk, dv, capped = _of_each(a, q, k, v, d_out.float(), less, scores_lse, lse_shift)
     else:
         dtype = a.dtype if a.dtype.itemsize == 2 else torch.bfloat16
         d_out_16, q, k, v, out_16 = (x.to(dtype).contiguous() for x in (d_out, q, k, v, out))
@@ -209,7 +209,7 @@ def _of_each(
     d_out: torch.Tensor,
     delta: torch.Tensor,
     lse: torch.Tensor,
-    shift: torch.Tensor | None,
+    lse_shift: torch.Tensor | None,
 ) -> chunked.Gradients:
     """Compute one sequence after the other, whose ends are read on the host; tokens of none get 0."""
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -222,7 +222,7 @@ def _of_each(
         q_b, d_out_b, k_b, v_b = (x.transpose(0, 1)[None] for x in (q[rows], d_out[rows], k[keys], v[keys]))
         found = chunked.run(
             q_b, k_b, v_b, d_out_b, delta[None, :, rows], lse[None, :, rows],
-            None if shift is None else shift[None, :, rows], a.softmax, None,
+            None if lse_shift is None else lse_shift[None, :, rows], a.softmax, None,
         )  # fmt: skip
         dq[rows], dk[keys], dv[keys] = (x[0].transpose(0, 1) for x in (found.dq, found.dk, found.dv))
         if capped is not None and found.capped is not None:
@@ -246,7 +246,7 @@ def _kept(a: VarlenArgs, outputs: Sequence[torch.Tensor]) -> VarlenBackwardArgs:
         lse=lse,
         cu_seqlens_q=a.cu_seqlens_q,
         cu_seqlens_k=a.cu_seqlens_k,
-        packed=PackedVarlen(**packed_fields(packed, a.recipe, a.shift_lse), q_blocks=q_blocks),
+        packed=PackedVarlen(**packed_fields(packed, a.recipe, a.needs_lse_shift), q_blocks=q_blocks),
         n_tokens=a.k.size(0),
         d=a.q.size(2),
         softmax=a.softmax,

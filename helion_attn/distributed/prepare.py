@@ -82,7 +82,7 @@ def with_positions(call: Call, rope: Rope | None, device: torch.device) -> Rope 
 
 
 def quantized_rank(
-    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: Rope | None, shift_lse: bool
+    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: Rope | None, needs_lse_shift: bool
 ) -> PackedTensors:
     """This rank's Q, K and V in the packed format, BHSD, with the constants of all ranks."""
     rotation = rope_arguments(with_positions(call, rope, q.device))
@@ -118,8 +118,8 @@ def quantized_rank(
             v_largest=largest,
             rope=rotation,
             recipe=call.recipe,
-            shift_lse=shift_lse,
+            needs_lse_shift=needs_lse_shift,
             all_keys=call.all_keys,
         )
     )
-    return PackedTensors(**packed_fields(tensors, call.recipe, shift_lse))
+    return PackedTensors(**packed_fields(tensors, call.recipe, needs_lse_shift))

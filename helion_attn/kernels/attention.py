@@ -131,12 +131,12 @@ def fp8_attn_fwd(
     k_descale: torch.Tensor,  # [B * H_kv * N_blocks] if k_block_descales, else [B * H_kv]
     v_descale: torch.Tensor,  # [B * H_kv * D_v_pad]; of a head all the same, unless v_channel_descales
     v_mean: torch.Tensor,  # [B * H_kv * D_v_pad]
-    lse_shift: torch.Tensor,  # [B * H * M_blocks * bm] if shift_lse
+    lse_shift: torch.Tensor,  # [B * H * M_blocks * bm] if has_lse_shift
     sinks: torch.Tensor,  # [H] if has_sinks
     q_blocks: torch.Tensor,  # [M_blocks, Q_FIELDS] if varlen
     q_rows: torch.Tensor,  # q8 as [B * H * M_blocks * bm, D_pad] if pack_gqa
     q: torch.Tensor,  # flat, as the user has it, if quantises_q
-    k_mean: torch.Tensor,  # [B * H_kv * D_row] if quantises_q and shift_lse
+    k_mean: torch.Tensor,  # [B * H_kv * D_row] if quantises_q and has_lse_shift
     channel_factors: torch.Tensor,  # [B * H_kv * D_row] if quantises_q and its spec has equalise
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -263,13 +263,13 @@ def fp8_attn_fwd(
         if spec.quantises_q:
             # [bm, D_pad], [bm], [bm]
             head_offset = (rows.bh // heads) * q_b_step + (rows.bh % heads) * q_h_step
-            q_tile, q_scale, shift_of_keys = quantised_rows(
+            q_tile, q_scale, lse_shift_of_rows = quantised_rows(
                 q, cos, sin, q_positions, k_mean, channel_factors, kv, head_offset * spec.query.unit, rows.begin +
                 hl.arange(bm), q_s_step * spec.query.unit, m_len, n_len - m_len, table_rows, bm, d_pad, k8.dtype, spec,
             )  # fmt: skip
-            if spec.shift_lse:
+            if spec.has_lse_shift:
                 # Read again behind the loop, which has no registers for it.
-                hl.store(lse_shift, [packed_rows], shift_of_keys)
+                hl.store(lse_shift, [packed_rows], lse_shift_of_rows)
                 if spec.is_cuda:
                     hl.inline_triton("tl.debug_barrier()", args=(), output_like=None)
         elif spec.q_row_descales:
@@ -297,9 +297,9 @@ def fp8_attn_fwd(
         else:
             max_fused_k_scale = spec.max_fused_scale / q_scale_log2
         # [bm], what smooth-K took from all of a row's scores
-        shift = hl.zeros([bm], dtype=torch.float32)
-        if spec.shifts_scores:
-            shift = hl.load(lse_shift, [packed_rows]) * scales.qk_scale
+        scaled_lse_shift = hl.zeros([bm], dtype=torch.float32)
+        if spec.lse_shift_in_scores:
+            scaled_lse_shift = hl.load(lse_shift, [packed_rows]) * scales.qk_scale
         m_i = hl.full([bm], NO_KEY if spec.block_max else float("-inf"), dtype=torch.float32)
         m_run = m_i
         l_i = hl.zeros([bm] if spec.schraudolph_exp2 else [bm, l_lanes], dtype=torch.float32)
@@ -331,7 +331,7 @@ def fp8_attn_fwd(
             k_block, v_block, v_high, chunk = block_of_keys(k8, v8, j, kv, head_first, key_magic, chunks, spec)
             # [bm, bn]
             s = scores(q_tile, k_block.transpose(0, 1), bm, bn, spec.half_scores, spec.is_cuda)
-            s, s_scale_log2 = softmax_input(s, s_scale_log2, scales, shift, spec)
+            s, s_scale_log2 = softmax_input(s, s_scale_log2, scales, scaled_lse_shift, spec)
             # Blocks at an edge of what is visible, those that references come from, and those of a large scale: one
             # branch for all.
             edge = at_edge(j, chunk, entry_at_hand, n_masked, n_full, chunks, spec)
@@ -413,7 +413,7 @@ def fp8_attn_fwd(
                         k_scale = k_descale_of(k_descale, i, kv, first_descale, n_blocks, spec)
                     # [bm, bn]
                     s = scores(q_tile, k_block_again.transpose(0, 1), bm, bn, False, spec.is_cuda)
-                    s, s_scale_log2 = softmax_input(s, q_scale_log2 * k_scale, scales, shift, spec)
+                    s, s_scale_log2 = softmax_input(s, q_scale_log2 * k_scale, scales, scaled_lse_shift, spec)
                     s = scaled(s - spec.softmax_bias, s_scale_log2, spec.softmax_row_descales)
                     positions = first_again + hl.arange(bn)
                     on_diagonal = rows_on_diagonal(row_begin, diagonal, n_len - m_len, bm, spec)
@@ -436,8 +436,8 @@ def fp8_attn_fwd(
             m_keys = torch.where(row_sum == 0.0, float("-inf"), m_i)
         # [bm], of each row its query, and its head: in the output, and in the splits
         query, head, split_head, row_in_range = queries_of_rows(rows, grid_head, group, bm, spec)
-        if spec.shifts_lse:
-            shift = hl.load(lse_shift, [packed_rows]) * scales.qk_scale
+        if spec.lse_shift_in_lse:
+            scaled_lse_shift = hl.load(lse_shift, [packed_rows]) * scales.qk_scale
         if spec.has_sinks:
             if spec.pack_gqa:
                 sink = hl.load(sinks, [head % heads])
@@ -446,12 +446,12 @@ def fp8_attn_fwd(
             # [bm], as far below the whole scores' as these scores are. Added to 0 the product is rounded here; left
             # alone, the subtractions below take it in as FMAs, and a large one differs from itself.
             sink_log2 = hl.zeros([bm], dtype=torch.float32) + sink * LOG2E
-            if spec.shifts_lse:
-                sink_log2 = sink_log2 - shift
+            if spec.lse_shift_in_lse:
+                sink_log2 = sink_log2 - scaled_lse_shift
             rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, spec)
         # Before the output: with it after, ptxas waits for each single product where Q, K and V are of 16 bits.
         lse_rows = (split_head if spec.is_split_kv else head) * m_len + query
-        store_lse(lse, m_i, total, shift, lse_rows, row_in_range, spec.shifts_lse)
+        store_lse(lse, m_i, total, scaled_lse_shift, lse_rows, row_in_range, spec.lse_shift_in_lse)
         out_rows = out_rows_of(query, head, split_head, heads, m_len, out_head_step, out_row_step, spec)
         if spec.split_v and not both_covered:
             mean_high, descale_high = v_rows(

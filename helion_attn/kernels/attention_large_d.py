@@ -169,7 +169,7 @@ def fp8_attn_fwd_large_d(
     k_descale: torch.Tensor,  # [B * H_kv * N_blocks] if k_block_descales, else [B * H_kv]
     v_descale: torch.Tensor,  # [B * H_kv * D_v_pad]; of a head all the same, unless v_channel_descales
     v_mean: torch.Tensor,  # [B * H_kv * D_v_pad]
-    lse_shift: torch.Tensor,  # [B * H * M_blocks * bm] if shift_lse
+    lse_shift: torch.Tensor,  # [B * H * M_blocks * bm] if has_lse_shift
     sinks: torch.Tensor,  # [H] if has_sinks
     out: torch.Tensor,  # [B * H * M, D_v], written
     lse: torch.Tensor,  # [B * H * M], written
@@ -245,9 +245,9 @@ def fp8_attn_fwd_large_d(
         else:
             k_scale = k_descale[kv]
         # [bm], what smooth-K took from all of a row's scores
-        shift = hl.zeros([bm], dtype=torch.float32)
-        if spec.shifts_scores:
-            shift = hl.load(lse_shift, [packed_rows + hl.arange(bm)]) * scales.qk_scale
+        scaled_lse_shift = hl.zeros([bm], dtype=torch.float32)
+        if spec.lse_shift_in_scores:
+            scaled_lse_shift = hl.load(lse_shift, [packed_rows + hl.arange(bm)]) * scales.qk_scale
         m_i = hl.full([bm], NO_KEY if spec.two_level else float("-inf"), dtype=torch.float32)
         m_run = m_i
         l_i = hl.zeros([bm, l_lanes], dtype=torch.float32)
@@ -267,7 +267,7 @@ def fp8_attn_fwd_large_d(
             v_tiles = channel_pieces(v_wide, v_narrow, kv, v_at, large.v_count, large.has_narrow_v)
             # [bm, bn]
             s = scores_of_pieces(q_tiles, keys_last(k_tiles), spec.is_cuda)
-            s, s_scale_log2 = softmax_input(s, s_scale_log2, scales, shift, spec)
+            s, s_scale_log2 = softmax_input(s, s_scale_log2, scales, scaled_lse_shift, spec)
             # Blocks at an edge of what is visible, and those of a large scale, in one branch: see `fp8_attn_fwd`.
             special = 1 - within + max(n_left - j, j + 1 - n_full, 0)
             if special > 0:
@@ -291,17 +291,17 @@ def fp8_attn_fwd_large_d(
             m_keys = torch.where(row_sum == 0.0, float("-inf"), m_i)
         rows = block.begin + hl.arange(bm)
         row_in_range = rows < m_len
-        if spec.shifts_lse:
-            shift = hl.load(lse_shift, [packed_rows + hl.arange(bm)]) * scales.qk_scale
+        if spec.lse_shift_in_lse:
+            scaled_lse_shift = hl.load(lse_shift, [packed_rows + hl.arange(bm)]) * scales.qk_scale
         if spec.has_sinks:
             # [bm], as far below the whole scores' as these scores are.
             sink_log2 = hl.zeros([bm], dtype=torch.float32) + sinks[bh % heads] * LOG2E
-            if spec.shifts_lse:
-                sink_log2 = sink_log2 - shift
+            if spec.lse_shift_in_lse:
+                sink_log2 = sink_log2 - scaled_lse_shift
             rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, spec)
         # Every slice has the same; the first stores it. Before the output: see `fp8_attn_fwd`.
         first_slice_rows = rows < m_len * (1 - v_slice)
-        store_lse(lse, m_i, total, shift, bh * m_len + rows, first_slice_rows, spec.shifts_lse)
+        store_lse(lse, m_i, total, scaled_lse_shift, bh * m_len + rows, first_slice_rows, spec.lse_shift_in_lse)
         out_rows = (bh // heads) * heads * m_len + (bh % heads) * out_head_step + rows * out_row_step
         first = v_slice * v_tile
         store_pieces(

@@ -115,7 +115,7 @@ def launch(a: DecodeArgs, q: StridedRows, unit: int) -> torch.Tensor | None:
     """
     # [H_kv, D_pad], or [H_kv, 1, D_pad] where pages are of one head
     k_mean = a.cache.k_mean
-    if k_mean is None or not a.shift_lse:
+    if k_mean is None or not a.needs_lse_shift:
         return None
     (B, H, M, D), d_pad = a.q.shape, k_mean.size(-1)
     lse_shift = k_mean.new_empty(B * H * M)

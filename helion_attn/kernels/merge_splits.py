@@ -32,14 +32,14 @@ class MergeSpec(NamedTuple):
         at_once: splits that a program reads at once.
         d_row: the power of two that holds a row.
         has_sinks: a head has one more logit.
-        has_shift: rows have something that all of their lse lack.
+        has_lse_shift: rows have a `scaled_lse_shift` that all of their lse lack.
         is_cuda: the kernel is compiled; otherwise interpreted.
     """
 
     at_once: int
     d_row: int
     has_sinks: bool
-    has_shift: bool
+    has_lse_shift: bool
     is_cuda: bool
 
 
@@ -47,7 +47,7 @@ def merge_splits_kernel(
     partial_out: torch.Tensor,  # [splits * B * H * M, D_v]
     partial_lse: torch.Tensor,  # [splits, B * H * M]
     sinks: torch.Tensor,  # [H] if has_sinks
-    lse_shift: torch.Tensor,  # [B * H * M] if has_shift
+    scaled_lse_shift: torch.Tensor,  # [B * H * M] if has_lse_shift
     out: torch.Tensor,  # [B * H * M, D_v], written
     lse: torch.Tensor,  # [B * H * M], written
     heads: int,
@@ -61,7 +61,7 @@ def merge_splits_kernel(
     d = hl.specialize(partial_out.size(1))
     # Known strides keep loads 16 bytes wide.
     hl.specialize((partial_out.stride(0), partial_out.stride(1), out.stride(0), out.stride(1)))
-    hl.specialize((partial_lse.stride(1), sinks.stride(0), lse_shift.stride(0), lse.stride(0)))
+    hl.specialize((partial_lse.stride(1), sinks.stride(0), scaled_lse_shift.stride(0), lse.stride(0)))
     for r in hl.grid(total_rows):
         # [D_row]
         cols = hl.arange(spec.d_row)
@@ -77,7 +77,7 @@ def merge_splits_kernel(
             sink = hl.load(sinks, [r // m_len % heads])
             largest = maximum(largest, sink, spec.is_cuda)
         # exp(-inf - -inf) would be NaN.
-        shift = torch.where(largest == float("-inf"), 0.0, largest)
+        finite_largest = torch.where(largest == float("-inf"), 0.0, largest)
         # [at_once]
         total = hl.zeros([spec.at_once], dtype=torch.float32)
         # [D_row]
@@ -87,7 +87,7 @@ def merge_splits_kernel(
             lse_of_split = torch.where(
                 split_idx < splits, hl.load(partial_lse, [split_idx, r], extra_mask=split_idx < splits), float("-inf")
             )
-            weight = torch.exp2((lse_of_split - shift) * LOG2E)
+            weight = torch.exp2((lse_of_split - finite_largest) * LOG2E)
             total = total + weight
             # [at_once, D_row]
             stored = (split_idx < splits).unsqueeze(1) & (cols < d).unsqueeze(0)
@@ -97,7 +97,7 @@ def merge_splits_kernel(
         of_keys = total.sum(0)
         sum_of_weights = of_keys
         if spec.has_sinks:
-            sum_of_weights = sum_of_weights + torch.exp2((sink - shift) * LOG2E)
+            sum_of_weights = sum_of_weights + torch.exp2((sink - finite_largest) * LOG2E)
         no_key = of_keys == 0.0
         if spec.has_sinks:
             no_key = no_key & (sum_of_weights == sum_of_weights)  # a sink that is NaN stays one
@@ -105,9 +105,9 @@ def merge_splits_kernel(
         head = r // m_len % heads
         out_row = r // (heads * m_len) * heads * m_len + head * out_head_step + (r % m_len) * out_row_step
         hl.store(out, [out_row, cols], to_out_dtype(o, out.dtype), extra_mask=cols < d)
-        lse_of_row = shift + torch.log2(sum_of_weights) * LN2
-        if spec.has_shift:
-            lse_of_row = lse_of_row + hl.load(lse_shift, [r])
+        lse_of_row = finite_largest + torch.log2(sum_of_weights) * LN2
+        if spec.has_lse_shift:
+            lse_of_row = lse_of_row + hl.load(scaled_lse_shift, [r])
         lse[r] = lse_of_row
 
 
@@ -127,7 +127,7 @@ def merge_splits(
     lse: torch.Tensor,
     bshd: bool,
     sinks: torch.Tensor | None = None,
-    lse_shift: torch.Tensor | None = None,
+    scaled_lse_shift: torch.Tensor | None = None,
 ) -> None:
     """Write `out` and `lse`.
 
@@ -138,7 +138,7 @@ def merge_splits(
         lse: fp32 [B, H, M], natural log.
         bshd: the layout of `out`.
         sinks: fp32 [H], of which no split has, or None.
-        lse_shift: fp32 [B * H * M], added to `lse`, or None.
+        scaled_lse_shift: fp32 [B * H * M], added to `lse`, or None.
     """
     _, H, M = lse.shape
     flat_lse = lse.view(-1)
@@ -149,7 +149,7 @@ def merge_splits(
             "partial_out": partial_out,
             "partial_lse": partial_lse,
             "sinks": flat_lse if sinks is None else sinks,
-            "lse_shift": flat_lse if lse_shift is None else lse_shift,
+            "scaled_lse_shift": flat_lse if scaled_lse_shift is None else scaled_lse_shift,
             "out": out.view(-1, out.size(-1)),
             "lse": flat_lse,
             "heads": H,
@@ -157,7 +157,11 @@ def merge_splits(
             "out_head_step": 1 if bshd else M,
             "out_row_step": H if bshd else 1,
             "spec": MergeSpec(
-                at_once, d_row, has_sinks=sinks is not None, has_shift=lse_shift is not None, is_cuda=out.is_cuda
+                at_once,
+                d_row,
+                has_sinks=sinks is not None,
+                has_lse_shift=scaled_lse_shift is not None,
+                is_cuda=out.is_cuda,
             ),
         }
     )

@@ -39,7 +39,7 @@ def empty_descales(
     means: tuple[int, int],
     packing: Packing,
     recipe: Recipe,
-    shift_lse: bool,
+    needs_lse_shift: bool,
 ) -> tuple[torch.Tensor, ...]:
     """The fp32 fields of `PackedTensors`; those that the recipe goes without are empty."""
     of_channels = (*means, row_width(packing.D_pad, packing.D_v_pad))
@@ -50,7 +50,7 @@ def empty_descales(
         (*means, packing.D_v_pad),
         of_channels if recipe.smooth_k else (0,),
         of_channels if recipe.equalise else (0,),
-        rows if recipe.smooth_k and shift_lse else (0,),
+        rows if recipe.smooth_k and needs_lse_shift else (0,),
     )
     return tuple(like.new_empty(shape, dtype=torch.float32) for shape in shapes)
 
@@ -73,7 +73,9 @@ def empty_quantized(a: DenseArgs | QuantizeArgs | QuantizeRankArgs) -> tuple[tor
     keys = (B, H_kv, n_blocks if a.recipe.k_scales == "block" else 1)
     return (
         *empty_packed(a.q, B * H, B * H_kv, m_blocks, n_blocks, p, a.recipe.qk_dtype, a.recipe.pv_dtype),
-        *empty_descales(a.q, (B, H, m_blocks, p.bm), keys, (B, H_kv, p.D_v_pad), (B, H_kv), p, a.recipe, a.shift_lse),
+        *empty_descales(
+            a.q, (B, H, m_blocks, p.bm), keys, (B, H_kv, p.D_v_pad), (B, H_kv), p, a.recipe, a.needs_lse_shift
+        ),
     )
 
 

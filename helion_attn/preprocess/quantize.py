@@ -32,7 +32,7 @@ def quantize_qkv(a: DenseArgs | QuantizeArgs, packs_q: bool = True) -> PackedTen
 
     Returns:
         What is shaped as in `QuantizedQKV`; k_mean and lse_shift are None without smooth_k, lse_shift also without
-        shift_lse, channel_factors without equalise.
+        needs_lse_shift, channel_factors without equalise.
     """
     tile = a.packing
     source = strided_qkv(a.q, a.k, a.v, tile.D_pad, tile.D_v_pad)
@@ -41,7 +41,7 @@ def quantize_qkv(a: DenseArgs | QuantizeArgs, packs_q: bool = True) -> PackedTen
     normed = a.norm.q_weight is not None or a.norm.k_weight is not None
     norms = norm_factors.launch(source, a.norm, unused) if normed else no_norms(unused)
     stats = sample.launch(source, norms, rope, a.recipe)
-    return pack.launch(source, norms, rope, stats, tile.bm, tile.bn, a.recipe, a.shift_lse, packs_q)
+    return pack.launch(source, norms, rope, stats, tile.bm, tile.bn, a.recipe, a.needs_lse_shift, packs_q)
 
 
 def quantize_varlen(a: VarlenArgs) -> tuple[PackedTensors, torch.Tensor]:
@@ -58,7 +58,7 @@ def quantize_varlen(a: VarlenArgs) -> tuple[PackedTensors, torch.Tensor]:
     unused = q.new_empty(1, dtype=torch.float32)
     norms, rope = no_norms(unused), rope_tables(NO_ROPE_ARGUMENTS, source.D_row, unused)
     stats = sample.launch(source, norms, rope, a.recipe, tables)
-    packed = pack.launch(source, norms, rope, stats, tile.bm, tile.bn, a.recipe, a.shift_lse, sequences=tables)
+    packed = pack.launch(source, norms, rope, stats, tile.bm, tile.bn, a.recipe, a.needs_lse_shift, sequences=tables)
     return packed, tables.q_blocks
 
 
@@ -74,5 +74,5 @@ def pack_qkv(a: PackArgs) -> tuple[torch.Tensor, ...]:
     norms, rope = no_norms(unused), rope_tables(NO_ROPE_ARGUMENTS, source.D_row, unused)
     stats = sample.launch(source, norms, rope, GIVEN)
     # Unscaled, the cast gives every value back.
-    packed = pack.launch(source, norms, rope, stats, tile.bm, tile.bn, GIVEN, shift_lse=False)
+    packed = pack.launch(source, norms, rope, stats, tile.bm, tile.bn, GIVEN, needs_lse_shift=False)
     return packed.q8, packed.k8, packed.v8

@@ -186,5 +186,5 @@ def quantize(a: QuantizeRankArgs) -> PackedTensors:
     else:
         known = sample.launch(source, norms, rope, a.recipe)
     return pack.launch(
-        source, norms, rope, known, a.packing.bm, a.packing.bn, a.recipe, a.shift_lse, all_keys=a.all_keys
+        source, norms, rope, known, a.packing.bm, a.packing.bn, a.recipe, a.needs_lse_shift, all_keys=a.all_keys
     )  # fmt: skip

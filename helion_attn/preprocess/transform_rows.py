@@ -171,7 +171,7 @@ def launch(a: TransformArgs, out: torch.Tensor) -> None:
                     explicit_positions=rope.explicit[0],
                     normed=NO_NORM,
                     eps=1.0,
-                    dot_mean=False,
+                    has_lse_shift=False,
                     subtract_mean=False,
                     equalise=False,
                     divide=False,

@@ -20,7 +20,7 @@ class RowSpec(NamedTuple):
         explicit_positions: rows have positions of their own.
         normed: which channels share a mean of squares, as `lib.norm` has it.
         eps: what is added to that.
-        dot_mean: rows' products with K's mean are asked for.
+        has_lse_shift: `lse_shift` is asked for, rows' products with K's mean.
         subtract_mean: K's mean is subtracted.
         equalise: channels are multiplied by their factors.
         divide: they are divided by these instead: rows of K.
@@ -39,7 +39,7 @@ class RowSpec(NamedTuple):
     explicit_positions: bool
     normed: int
     eps: float
-    dot_mean: bool
+    has_lse_shift: bool
     subtract_mean: bool
     equalise: bool
     divide: bool
@@ -79,7 +79,7 @@ class AttentionSpec(NamedTuple):
         q_row_descales: Q has a descale a row; otherwise a block.
         k_block_descales: K has a descale a block; otherwise a head.
         v_channel_descales: V has a descale a channel; otherwise a head.
-        shift_lse: smooth-K took `lse_shift` from a row's scores.
+        has_lse_shift: smooth-K took `lse_shift` from a row's scores, and somebody sees it.
         has_left: a window ends to the left.
         has_right: a window or causality ends to the right.
         has_softcap: scores have a softcap.
@@ -110,7 +110,7 @@ class AttentionSpec(NamedTuple):
     q_row_descales: bool
     k_block_descales: bool
     v_channel_descales: bool
-    shift_lse: bool
+    has_lse_shift: bool
     has_left: bool
     has_right: bool
     has_softcap: bool
@@ -150,14 +150,14 @@ class AttentionSpec(NamedTuple):
         return self.q_row_descales and not self.has_softcap
 
     @property
-    def shifts_scores(self) -> bool:
+    def lse_shift_in_scores(self) -> bool:
         """Whether `lse_shift` is added to scores: a softmax can do without, tanh cannot."""
-        return self.shift_lse and self.has_softcap
+        return self.has_lse_shift and self.has_softcap
 
     @property
-    def shifts_lse(self) -> bool:
+    def lse_shift_in_lse(self) -> bool:
         """Whether `lse_shift` is added to the lse: with a softcap scores have it already."""
-        return self.shift_lse and not self.has_softcap
+        return self.has_lse_shift and not self.has_softcap
 
     @property
     def of_scaled_scores(self) -> AttentionSpec:
