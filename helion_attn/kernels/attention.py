@@ -61,7 +61,7 @@ from helion_attn.kernels.lib.keys import (
     block_of_keys,
     first_k_descale,
     first_key_of_block,
-    first_masked_block,
+    first_unmasked_block,
     k_descale_of,
     keys_of,
     next_k_descale,
@@ -311,7 +311,7 @@ def fp8_attn_fwd(
         # [bm], loaded here, since in the loop they would go through shared memory
         keys_from, keys_up_to = bounds_of_rows(row_bounds, rows.m_block, bm, spec.row_ranges)
 
-        n_masked = first_masked_block(keys, spec)
+        n_unmasked = first_unmasked_block(keys, spec)
         for entry_idx in hl.grid(run_begin, run_end):
             entry_at_hand, j = entry, block_of_entry(entry_idx, entry, spec)
             if spec.block_sparse:
@@ -334,7 +334,7 @@ def fp8_attn_fwd(
             s, s_scale_log2 = softmax_input(s, s_scale_log2, scales, scaled_lse_shift, spec)
             # Blocks at an edge of what is visible, those that references come from, and those of a large scale: one
             # branch for all.
-            edge = at_edge(j, chunk, entry_at_hand, n_masked, n_full, chunks, spec)
+            edge = at_edge(j, chunk, entry_at_hand, n_unmasked, n_full, chunks, spec)
             if spec.schraudolph_exp2:
                 special = edge
             else:

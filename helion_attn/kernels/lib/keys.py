@@ -254,8 +254,8 @@ def next_k_descale(
     return hl.load(k_descale, [first + imin(run_end - 1, j + 1)])
 
 
-def first_masked_block(keys: Keys, spec: AttentionSpec) -> Int:
-    """The first block that the left edge does not make special, nor a reference.
+def first_unmasked_block(keys: Keys, spec: AttentionSpec) -> Int:
+    """The first block from which on the left edge masks none, nor does a reference come from any.
 
     References come from blocks up to the first that all rows see.
     """
@@ -299,8 +299,10 @@ def block_of_keys(
     return k_block, hl.load(v8, [head, v_at, whole, whole]), None, chunk
 
 
-def at_edge(j: Int, chunk: Any, entry: Any, n_masked: Int, n_full: Int, chunks: RankChunks, spec: AttentionSpec) -> Int:
-    """Positive for a block at an edge of what is visible, and for one that references come from; otherwise 0.
+def at_edge(
+    j: Int, chunk: Any, entry: Any, n_unmasked: Int, n_full: Int, chunks: RankChunks, spec: AttentionSpec
+) -> Int:
+    """Positive for a block to mask, at an edge of what is visible, and for one that references come from; otherwise 0.
 
     So for one whose entry in a list says that it is seen in part. Two maxima, of which one has a negated argument,
     would not do: ptxas 12.8 makes one instruction of them and loses the sign.
@@ -308,14 +310,14 @@ def at_edge(j: Int, chunk: Any, entry: Any, n_masked: Int, n_full: Int, chunks: 
     if spec.block_sparse:
         edge = entry + 1 - int32(n_full)
         if spec.has_left:
-            edge = torch.maximum(edge, int32(n_masked) - entry)
+            edge = torch.maximum(edge, int32(n_unmasked) - entry)
             return torch.clamp_min(torch.where(entry < 0, 1, edge), 0)
         return torch.clamp_min(torch.maximum(-entry, edge), 0)
     if not (spec.multi_rank or spec.varlen or (spec.is_split_kv and spec.first_block_max)):
-        return imax(n_masked - j, j + 1 - n_full, 0)
+        return imax(n_unmasked - j, j + 1 - n_full, 0)
     edge = int32(j + 1) - n_full
     if spec.has_left or spec.row_ranges or spec.first_block_max:
-        edge = torch.maximum(n_masked - int32(j), edge)
+        edge = torch.maximum(n_unmasked - int32(j), edge)
     # Zigzag's chunks are whole blocks.
     if spec.multi_rank and not spec.zigzag:
         edge = torch.maximum(edge, edge_of_chunk(int32(j), chunk, chunks, spec.bn_log2))
