@@ -499,10 +499,10 @@ def attention(
         return_lse: also return the log-sum-exp of the scores as the softmax sees them, sinks included, fp32 [B, H, M],
             natural log.
         out_dtype: bf16, fp16, fp32 or float8_e4m3fn; q's by default.
-        num_splits: runs into which a program's keys are split, a program each, whose fp32 results are merged
+        num_splits: splits of a program's keys, a program each, whose fp32 results are merged
             (FlashDecoding). By default chosen from the shapes and the GPU, so that few queries on many keys fill it;
             the batch size then decides on the last bits of an output. With a number they are those that the sequence
-            has alone. At most one run a block of keys; 1 with head dims that `fp8_attn_fwd_large_d` takes.
+            has alone. At most one split a block of keys; 1 with head dims that `fp8_attn_fwd_large_d` takes.
 
     Returns:
         out, shaped as q with D_v for D, and lse if asked for. Both have gradients of q, k, v, sinks and norms' weights,

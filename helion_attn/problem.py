@@ -192,7 +192,7 @@ class AttentionArgs(NamedTuple):
         bshd: the layout of the output.
         out_dtype: of the output.
         recipe: how the tensors were quantised, and P is.
-        num_splits: runs of the keys, a program each, whose results are merged; None to choose.
+        num_splits: splits of the keys, a program each, whose results are merged; None to choose.
         block_mask: which scores there are besides.
     """
 
@@ -385,7 +385,7 @@ class DecodeArgs(NamedTuple):
         cache: keys and values.
         block_table: int32 [B, max_pages].
         cache_seqlens: int32 [B].
-        splits: runs of a sequence's pages; None for the choice by shapes and GPU.
+        splits: of a sequence's pages; None for the choice by shapes and GPU.
         softmax: and the rest, as in `AttentionArgs`.
         needs_lse_shift: whether somebody sees what K's mean takes from the scores.
     """

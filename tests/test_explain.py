@@ -75,7 +75,7 @@ def test_the_interpreter_runs_what_is_named() -> None:
         ((1, 8, 2, 16, 20_000, 64), {}, 19, True, "16 queries of 4 heads fill fewer tiles together"),
         ((64, 8, 8, 64, 6000, 64), {}, 1, False, "would not be 1.04 times as fast"),
         ((1, 2, 2, 64, 20_000, 64), {"window": (100, 100)}, 1, False, "a program sees 4 blocks"),
-        ((1, 2, 1, 64, 6000, 512), {"recipe": ha.FAST}, 1, False, "fp8_attn_fwd_large_d has no runs"),
+        ((1, 2, 1, 64, 6000, 512), {"recipe": ha.FAST}, 1, False, "fp8_attn_fwd_large_d has no split-KV"),
         ((1, 2, 2, 64, 200, 64), {"recipe": ha.BF16}, 1, False, "it has 8-bit numbers only"),
         ((1, 4, 2, 640, 200, 64), {}, 1, False, "would not fill an eighth fewer tiles"),
     ],

@@ -253,7 +253,7 @@ def fp8_attn_fwd(
         keys = keys_of(block_bounds, rows, grid_head, head_size, splits, n_len, left, right, bm, bn, chunks, spec)
         # Helion's branches take no record of several tensors.
         kv, row_begin, diagonal = rows.kv, rows.begin, rows.diagonal
-        run_begin, run_end, n_full, key_end = keys.begin, keys.stop, keys.full, rows.key_end
+        split_begin, split_end, n_full, key_end = keys.begin, keys.stop, keys.full, rows.key_end
         head_first, first_descale = keys.head_first, keys.first_descale
         # [bm]
         packed_rows = packed_rows_of(rows, m_blocks, group, m_len, bm, spec)
@@ -276,8 +276,8 @@ def fp8_attn_fwd(
             q_scale = hl.load(q_descale, [packed_rows])
         else:
             q_scale = hl.load(q_descale, [first_packed_row(rows, m_blocks, bm, spec)])
-        entry = first_entry_of(entries, run_begin, spec)
-        first_block = block_of_entry(run_begin, entry, spec)
+        entry = first_entry_of(entries, split_begin, spec)
+        first_block = block_of_entry(split_begin, entry, spec)
         # The descale of the block at hand. With one a block, the next is loaded a block ahead: loaded in the block that
         # uses it, Triton's pipeliner sends it through shared memory and adds a barrier.
         if spec.k_block_descales:
@@ -312,10 +312,10 @@ def fp8_attn_fwd(
         keys_from, keys_up_to = bounds_of_rows(row_bounds, rows.m_block, bm, spec.row_ranges)
 
         n_unmasked = first_unmasked_block(keys, spec)
-        for entry_idx in hl.grid(run_begin, run_end):
+        for entry_idx in hl.grid(split_begin, split_end):
             entry_at_hand, j = entry, block_of_entry(entry_idx, entry, spec)
             if spec.block_sparse:
-                entry = next_entry_of(entries, entry_idx, run_end)
+                entry = next_entry_of(entries, entry_idx, split_end)
             next_block = block_of_entry(entry_idx, entry, spec)
             s_scale_log2 = q_scale_log2 * k_scale
             # Masked scores, -inf before they are scaled, stay so: no scale is 0.
@@ -326,7 +326,7 @@ def fp8_attn_fwd(
             # Not "large", since a NaN is not within.
             within = (k_scale <= max_fused_k_scale).to(torch.int32)
             if spec.k_block_descales:
-                k_scale = next_k_descale(k_descale, next_block, run_end, kv, first_descale, n_blocks, spec)
+                k_scale = next_k_descale(k_descale, next_block, split_end, kv, first_descale, n_blocks, spec)
             # [bn, D_pad] and [d_v_tile, bn], or of 16 bits [bn, D_v_pad]
             k_block, v_block, v_high, chunk = block_of_keys(k8, v8, j, kv, head_first, key_magic, chunks, spec)
             # [bm, bn]
@@ -404,7 +404,7 @@ def fp8_attn_fwd(
                 l_i = hl.zeros([bm, l_lanes], dtype=torch.float32)
                 scaled_spec = spec.of_scaled_scores
                 acc = hl.zeros([bm, d_v_pad], dtype=torch.float32)
-                for i in hl.grid(run_begin, run_end):
+                for i in hl.grid(split_begin, split_end):
                     k_block_again, v_block_again, _, chunk_again = block_of_keys(
                         k8, v8, i, kv, head_first, key_magic, chunks, spec
                     )

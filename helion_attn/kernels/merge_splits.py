@@ -2,8 +2,8 @@
 
 A sink is one more term of the second sum, and of that alone. All is fp32.
 
-The identity is that of the online softmax (Milakov and Gimelshein, arXiv:1805.02867) and of FlashDecoding. A split_idx
-without a key has lse -inf and weighs nothing; a row without a key in any split_idx gives 0, and lse -inf.
+The identity is that of the online softmax (Milakov and Gimelshein, arXiv:1805.02867) and of FlashDecoding. A split
+without a key has lse -inf and weighs nothing; a row without a key in any split gives 0, and lse -inf.
 """
 
 from __future__ import annotations

@@ -192,21 +192,21 @@ def _why_tile(choice: Choice, device: str) -> str:
 def _why_splits(a: Shape, choice: Choice, sm_count: int) -> str:
     tile = choice.tile
     if isinstance(tile, LargeTileConfig):
-        return "keys are not split: fp8_attn_fwd_large_d has no runs of keys"
+        return "keys are not split: fp8_attn_fwd_large_d has no split-KV"
     if a.num_splits is not None:
         return f"keys are {'split' if choice.splits > 1 else 'not split'}: num_splits says so"
     if a.block_sparse:
         return "keys are not split: how many blocks of them a program visits is not known here"
     heads, of_each = _programs(a, choice)
-    programs, places = heads * of_each, sm_count * tile.ctas_per_sm
-    of_all = f"{programs} programs for the {places} that the GPU holds at once"
+    programs, resident = heads * of_each, sm_count * tile.ctas_per_sm
+    of_all = f"{programs} programs for the {resident} that the GPU holds at once"
     if choice.splits > 1:
         return f"keys are split: {of_all} leave a part of it idle"
     seen = scheduling.visible_key_blocks(a.blocks[1], a.softmax.left, a.softmax.right, tile.bm, tile.bn)
     seen = min(seen, scheduling.mean_key_blocks(a.blocks[1], a.m_len, a.softmax.right, tile.bn))
-    if seen < (fewest := scheduling.MIN_RUNS * scheduling.MIN_RUN_BLOCKS):
+    if seen < (fewest := scheduling.MIN_SPLITS * scheduling.MIN_SPLIT_BLOCKS):
         return f"keys are not split: a program sees {seen} blocks of them, and merging pays from {fewest} on"
-    return f"keys are not split: there are {of_all}, and runs would not be {scheduling.SPLIT_GAIN} times as fast"
+    return f"keys are not split: there are {of_all}, and splits would not be {scheduling.SPLIT_GAIN} times as fast"
 
 
 def _why_groups(a: Shape, choice: Choice) -> str:

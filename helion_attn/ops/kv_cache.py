@@ -31,7 +31,7 @@ def _launch_decode(a: DecodeArgs) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = empty_outputs(a)
     (B, H, M, _D), H_kv, max_pages = a.q.shape, a.cache.k8.size(1), a.block_table.size(1)
     queries, splits, sms = H // H_kv * M, a.splits, sm_count(a.q)
-    # More runs than pages would all be empty. A run's index times the pages fits 32 bits.
+    # More splits than pages would all be empty. A split's index times the pages fits 32 bits.
     most = min(max_pages, (2**31 - 1) // max(1, max_pages))
     if queries >= scheduling.MIN_PREFILL_ROWS:
         tile = prefill.prefill_tile(a.cache)

@@ -223,7 +223,7 @@ def k_descale_of(
 
 def first_k_descale(
     k_descale: torch.Tensor,  # [B * H_kv * N_blocks] if k_block_descales
-    run_begin: Int,
+    split_begin: Int,
     kv: Int,
     first_descale: Int,
     n_blocks: int,
@@ -234,14 +234,14 @@ def first_k_descale(
     first = first_descale_of(kv, first_descale, n_blocks, spec)
     if spec.multi_rank:
         blocks = chunks.key_chunks * chunks.key_chunk_blocks
-        return hl.load(k_descale, [first + torch.minimum(run_begin, int32(blocks - 1))])
-    return hl.load(k_descale, [first + imin(run_begin, n_blocks - 1)])
+        return hl.load(k_descale, [first + torch.minimum(split_begin, int32(blocks - 1))])
+    return hl.load(k_descale, [first + imin(split_begin, n_blocks - 1)])
 
 
 def next_k_descale(
     k_descale: torch.Tensor,  # [B * H_kv * N_blocks] if k_block_descales
     j: int,
-    run_end: Int,
+    split_end: Int,
     kv: Int,
     first_descale: Int,
     n_blocks: int,
@@ -251,7 +251,7 @@ def next_k_descale(
     first = first_descale_of(kv, first_descale, n_blocks, spec)
     if spec.block_sparse:
         return hl.load(k_descale, [first + j])
-    return hl.load(k_descale, [first + imin(run_end - 1, j + 1)])
+    return hl.load(k_descale, [first + imin(split_end - 1, j + 1)])
 
 
 def first_unmasked_block(keys: Keys, spec: AttentionSpec) -> Int:

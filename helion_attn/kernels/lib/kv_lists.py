@@ -20,25 +20,25 @@ from helion_attn.problem import NO_LISTS, ListSteps, MaskArgs
 
 def first_entry_of(
     entries: torch.Tensor,  # [lists * N_blocks] if block_sparse
-    run_begin: Int,
+    split_begin: Int,
     spec: AttentionSpec,
 ) -> Any:
     """A program's first entry, []; any where it has none. 0 unless `block_sparse`."""
     if not spec.block_sparse:
         return 0
-    return hl.load(entries, [imin(run_begin, entries.size(0) - 1)])
+    return hl.load(entries, [imin(split_begin, entries.size(0) - 1)])
 
 
 def next_entry_of(
     entries: torch.Tensor,  # [lists * N_blocks] if block_sparse
     entry_idx: int,
-    run_end: torch.Tensor,  # []
+    split_end: torch.Tensor,  # []
 ) -> torch.Tensor:
     """The entry after that of index `entry_idx`, [], or of the program's last.
 
     Loaded in the iteration that uses it, it would be sent through shared memory.
     """
-    return hl.load(entries, [imin(run_end - 1, entry_idx + 1)])
+    return hl.load(entries, [imin(split_end - 1, entry_idx + 1)])
 
 
 def block_of_entry(entry_idx: Int, entry: Any, spec: AttentionSpec) -> Int:
