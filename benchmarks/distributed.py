@@ -173,7 +173,7 @@ def gathered_call(
         bshd=False,
         recipe=qkv.recipe,
     )
-    return partial(ops.attention_gathered, arguments)
+    return partial(ops.attention_multi_rank, arguments)
 
 
 def measure_gathered(options: Options) -> list[Row]:

@@ -189,7 +189,7 @@ def dequantising(w: Workload, options: Options) -> Row:
     """Time of giving the backward kernel its tensors."""
     q, k, v = make_qkv("randn", w.B, w.H, w.H_kv, w.M, w.N, w.D, device=options.device)
     a = dense_problem(q, k, v, causal=w.causal)
-    asked = dense._kept(a, dense.dense_training(a))
+    asked = dense._kept(a, dense.attention_training(a))
     unpack = functools.partial(dense.dequantised, asked.forward, torch.bfloat16)
     ms = time_interleaved({"dequantise": unpack}, options.device, options.repeats)["dequantise"]
     return result_row("helion_attn", w, "dequantise", "randn", recipe=DEFAULT, ms=ms) | {"tflops": None}

@@ -100,7 +100,7 @@ def quantize(
     def problem() -> tuple[Any, QuantizeArgs]:
         check_quantize(q, k, v, chosen, layout, rope, q_norm, k_norm)
         qkv_bhsd = heads_first(q, k, v, layout)
-        return ops.quantize_qkv, QuantizeArgs(
+        return ops.quantize, QuantizeArgs(
             *qkv_bhsd,
             rope=NO_ROPE_ARGUMENTS if rope is None else rope_arguments(rope),
             norm=norm_arguments(q_norm, k_norm),
@@ -206,7 +206,7 @@ def pack_unread(
     q, k, v = heads_first(q, k, v, layout)
     (B, H, M, D), (H_kv, N), D_v = q.shape, k.shape[1:3], v.size(3)
     tile = packing(D, D_v)
-    q8, k8, v8 = ops.pack_qkv(PackArgs(q=q, k=k, v=v))
+    q8, k8, v8 = ops.pack(PackArgs(q=q, k=k, v=v))
 
     rows = q_scale.new_ones(B, H, q8.size(1) * tile.bm)
     if q_scale.dim() == 2 and q_scale.size(1) != H:
@@ -365,7 +365,7 @@ def attention_quantized(
     }  # fmt: skip
 
     def problem() -> tuple[Any, AttentionArgs]:
-        return ops.attention, quantized_problem(qkv, sinks=sinks, block_mask=block_mask, **options)
+        return ops.attention_quantized, quantized_problem(qkv, sinks=sinks, block_mask=block_mask, **options)
 
     more, rest = split_tensors(sinks=sinks, block_mask=block_mask)
     sizes = qkv.M, qkv.N, qkv.D, qkv.D_v, qkv.dtype, qkv.layout, qkv.recipe
@@ -534,7 +534,7 @@ def attention(
         if chooses and (pytorch := auto.pytorch_call(asked, options | of_tensors)) is not None:
             return pytorch, asked
         learned = needs_gradient(q, k, v, asked.softmax.sinks, asked.norm.q_weight, asked.norm.k_weight)
-        return backward.attention_with_gradients if learned else ops.attention_dense, asked
+        return backward.attention_with_gradients if learned else ops.attention, asked
 
     more, rest = split_tensors(**of_tensors)
     out, lse = plans.run("attention", (q, k, v, *more), (*options.values(), *rest), problem)

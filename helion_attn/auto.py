@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from helion_attn import calls, plans
+from helion_attn import plans, public_calls
 from helion_attn.configs import read_table
 from helion_attn.problem import DenseArgs
 from helion_attn.types import preset_name
@@ -77,9 +77,9 @@ class PyTorchCall(NamedTuple):
         """For tensors of one layout as for those of another."""
         return self
 
-    def call_of(self, problem: DenseArgs) -> calls.Call:
+    def call_of(self, problem: DenseArgs) -> public_calls.PublicCall:
         """Return the call of `attention` that chose it."""
-        call = calls.of_dense(problem)
+        call = public_calls.of_attention(problem)
         return call._replace(options={**call.options, "recipe": "auto"})
 
     @property

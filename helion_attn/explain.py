@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from helion_attn import auto, ops, plans
 from helion_attn.api import attention, dense_problem, split_tensors
-from helion_attn.backward.dense import backward_kernel, dense_training
+from helion_attn.backward.dense import attention_training, backward_kernel
 from helion_attn.backward.prologue import without_prologue
 from helion_attn.compiler.passes.expected import expected_passes
 from helion_attn.compiler.passes.outcome import Outcome
@@ -136,10 +136,10 @@ def explain(
         chosen = (auto.reason(problem, asked, where),)
         if auto.pytorch_call(problem, asked) is not None:
             return _of_pytorch(where, chosen)
-    operation, backward = ops.attention_dense, None
+    operation, backward = ops.attention, None
     if needs_gradient(q, k, v, problem.softmax.sinks, problem.norm.q_weight, problem.norm.k_weight):
         problem = without_prologue(problem)
-        operation, backward = dense_training, str(backward_kernel(problem))
+        operation, backward = attention_training, str(backward_kernel(problem))
     shape = shape_of_dense(problem)
     choice = choose(shape, count, problem if backward is None else None)
     made = operation.plan(problem, count)
@@ -303,4 +303,4 @@ def plan(
     problem = dense_problem(q, k, v, return_lse=return_lse, **options)
     check_no_gradients(q, k, v, options)
     _, key = _given(q, k, v, options)
-    return AttentionPlan(ops.attention_dense.plan(problem), key, return_lse, _texts(q, k, v, options))
+    return AttentionPlan(ops.attention.plan(problem), key, return_lse, _texts(q, k, v, options))

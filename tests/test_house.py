@@ -36,7 +36,7 @@ FLOORS = (
     "kernels",
     "plans",
     "compiler",
-    "validate names calls problem options types configs numerics caller support debug_state testing version",
+    "validate names public_calls problem options types configs numerics caller support debug_state testing version",
 )
 
 #: The most functions of the package that `attention` enters, and the most files that they are in.

@@ -1,6 +1,6 @@
-"""`fp8_attn_dense_training` and its backward pass: dense attention that returns what its gradients need.
+"""`attention_training` and its backward pass: dense attention that returns what its gradients need.
 
-The forward pass is that of `fp8_attn_dense`, but that Q is packed at every head dim. The backward pass dequantises Q, K
+The forward pass is that of `ops.attention`, but that Q is packed at every head dim. The backward pass dequantises Q, K
 and V, so that it recomputes the scores that the forward pass had: with the unquantised tensors, P = exp(S - lse) would
 be of other scores than lse is of. Rounding is straight-through: gradients are those of the dequantised tensors.
 
@@ -23,10 +23,9 @@ from helion_attn.compiler.buffers import sm_count
 from helion_attn.compiler.slower import warn_slower
 from helion_attn.masks.blocks import BlockMask
 from helion_attn.ops import flops
-from helion_attn.ops.attention import Outputs, attend, empty_out_and_lse
+from helion_attn.ops.attention import Outputs, attend, attention_args, empty_out_and_lse
 from helion_attn.ops.choose import choose, shape_of_dense
 from helion_attn.ops.declare import Operation
-from helion_attn.ops.dense import attention_args
 from helion_attn.ops.quantize import all_tensors, empty_quantized
 from helion_attn.preprocess import dequantize, unpack
 from helion_attn.problem import AttentionArgs, DenseArgs
@@ -98,7 +97,7 @@ def backward_kernel(a: DenseArgs) -> kernels.BackwardKernel:
     )
 
 
-class DequantiseArgs(NamedTuple):
+class DequantizeRowsArgs(NamedTuple):
     """Packed tensors, to be 16-bit rows.
 
     Attributes:
@@ -122,24 +121,24 @@ class DequantiseArgs(NamedTuple):
     bshd: bool
 
 
-def _dequantise(a: DequantiseArgs) -> tuple[torch.Tensor, ...]:
+def _dequantize_rows(a: DequantizeRowsArgs) -> tuple[torch.Tensor, ...]:
     return unpack.launch(a.packed, a.m_len, a.n_len, a.d, a.d_v, a.recipe, a.dtype, a.bshd)
 
 
-def _fake_dequantise(a: DequantiseArgs) -> tuple[torch.Tensor, ...]:
+def _fake_dequantize_rows(a: DequantizeRowsArgs) -> tuple[torch.Tensor, ...]:
     (B, H), H_kv = a.packed.q_descale.shape[:2], a.packed.k_descale.size(1)
     shapes = (B, H, a.m_len, a.d), (B, H_kv, a.n_len, a.d), (B, H_kv, a.n_len, a.d_v)
     return tuple(laid(a.packed.q8.new_empty(shape, dtype=a.dtype), a.bshd) for shape in shapes)
 
 
-dequantise = Operation("fp8_attn_dequantise", DequantiseArgs, 3, _dequantise, _fake_dequantise)
+dequantize_rows = Operation("dequantize_rows", DequantizeRowsArgs, 3, _dequantize_rows, _fake_dequantize_rows)
 
 
 def dequantised(f: AttentionArgs, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return q, k and v [B, heads, S, head dim], K without its mean: on a GPU in one pass, where kernels take them."""
     sizes = f.m_len, f.n_len, f.d, f.d_v, f.recipe
     if f.packed.q8.is_cuda and unpack.takes(f.packed, f.recipe):
-        return dequantise(DequantiseArgs(f.packed, *sizes, dtype, f.bshd))
+        return dequantize_rows(DequantizeRowsArgs(f.packed, *sizes, dtype, f.bshd))
     q, k, v = dequantize.unpack(f.packed, *sizes)
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
@@ -209,11 +208,9 @@ def _kept(a: DenseArgs, outputs: Sequence[torch.Tensor]) -> BackwardArgs:
     return BackwardArgs(d_out=out, d_lse=None, out=out, lse=lse, forward=attention_args(a, packed), dtype=a.q.dtype)
 
 
-dense_training = Operation(
-    "fp8_attn_dense_training", DenseArgs, 12, _launch, _fake, flops=lambda a: flops.of_tensors(a.q, a.k, a.v)
-)
-dense_backward = Operation(
-    "fp8_attn_dense_backward",
+attention_training = Operation("attention_training", DenseArgs, 12, _launch, _fake, flops=flops.of_attention)
+attention_backward = Operation(
+    "attention_backward",
     BackwardArgs,
     4,
     _backward,
@@ -221,7 +218,7 @@ dense_backward = Operation(
     flops=lambda a: flops.of_backward(a.forward),
     planned=False,
 )
-differentiate(dense_training, DenseArgs, _kept, dense_backward, BackwardArgs, ("q", "k", "v", "softmax.sinks"))
+differentiate(attention_training, DenseArgs, _kept, attention_backward, BackwardArgs, ("q", "k", "v", "softmax.sinks"))
 
 
 def attention_with_gradients(a: DenseArgs) -> Outputs:
@@ -231,5 +228,5 @@ def attention_with_gradients(a: DenseArgs) -> Outputs:
         TypeError: the output has 8 bits.
     """
     check_out_dtype(a.out_dtype)
-    out, lse, *_ = dense_training(without_prologue(a))
+    out, lse, *_ = attention_training(without_prologue(a))
     return out, lse

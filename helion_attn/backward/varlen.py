@@ -1,4 +1,4 @@
-"""`fp8_attn_varlen_training` and its backward pass: `dense`, of packed sequences."""
+"""`attention_varlen_training` and its backward pass: `dense`, of packed sequences."""
 
 from __future__ import annotations
 
@@ -255,9 +255,20 @@ def _kept(a: VarlenArgs, outputs: Sequence[torch.Tensor]) -> VarlenBackwardArgs:
     )
 
 
-varlen_training = Operation("fp8_attn_varlen_training", VarlenArgs, 13, _launch, _fake, flops=flops.of_varlen)
-varlen_backward = Operation("fp8_attn_varlen_backward", VarlenBackwardArgs, 4, _backward, _fake_backward, planned=False)
-differentiate(varlen_training, VarlenArgs, _kept, varlen_backward, VarlenBackwardArgs, ("q", "k", "v", "softmax.sinks"))
+attention_varlen_training = Operation(
+    "attention_varlen_training", VarlenArgs, 13, _launch, _fake, flops=flops.of_attention_varlen
+)
+attention_varlen_backward = Operation(
+    "attention_varlen_backward", VarlenBackwardArgs, 4, _backward, _fake_backward, planned=False
+)
+differentiate(
+    attention_varlen_training,
+    VarlenArgs,
+    _kept,
+    attention_varlen_backward,
+    VarlenBackwardArgs,
+    ("q", "k", "v", "softmax.sinks"),
+)
 
 
 def attention_varlen_with_gradients(a: VarlenArgs) -> Outputs:
@@ -267,5 +278,5 @@ def attention_varlen_with_gradients(a: VarlenArgs) -> Outputs:
         TypeError: the output has 8 bits.
     """
     check_out_dtype(a.out_dtype)
-    out, lse, *_ = varlen_training(a)
+    out, lse, *_ = attention_varlen_training(a)
     return out, lse

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Unpack
 
-from helion_attn.calls import of_ranks
 from helion_attn.compiler.notice import LOG
 from helion_attn.configs import varlen_packing
 from helion_attn.debug_state import debugging
@@ -24,6 +23,7 @@ from helion_attn.distributed.prepare import all_lengths, exchanged, quantized_ra
 from helion_attn.names import reject_unknown_kwargs
 from helion_attn.options import DenseOptions, ScoreOptions
 from helion_attn.plans import log_call
+from helion_attn.public_calls import of_ranks
 from helion_attn.types import BALANCED, Balance, Layout, PackedTensors, Recipe, RecipeName, Rope, Strategy, as_recipe
 from helion_attn.validate.dense import check_no_grad, check_options, check_recipe
 from helion_attn.validate.distributed import check_balance, check_part, check_rope_lengths, check_strategy, rope_text

@@ -139,7 +139,7 @@ def attend(
     sinks: torch.Tensor | None,
 ) -> None:
     """Write what `packed` gets of the keys of a `RankKV` into `out` and `lse`, as `MultiRankArgs` has them."""
-    ops.attention_gathered(
+    ops.attention_multi_rank(
         MultiRankArgs(
             q8=packed.q8,
             q_descale=packed.q_descale,

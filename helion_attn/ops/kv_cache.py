@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from helion_attn import calls
+from helion_attn import public_calls
 from helion_attn.compiler.buffers import sm_count
 from helion_attn.configs import scheduling
 from helion_attn.ops import flops
@@ -59,7 +59,7 @@ append_kv = Operation(
     _launch_append,
     lambda a: None,
     mutates=("cache.k8", "cache.v8", "cache.k_descale", "cache.v_descale"),
-    call=calls.of_append,
+    call=public_calls.of_append,
 )
 decode = Operation(
     "fp8_attn_decode",
@@ -68,5 +68,5 @@ decode = Operation(
     _launch_decode,
     empty_outputs,
     flops=flops.of_decode,
-    call=calls.of_decode,
+    call=public_calls.of_decode,
 )

@@ -90,13 +90,13 @@ def _launch_merge(a: MergeArgs) -> None:
 
 describe_rank = Operation("describe_rank", DescribeRankArgs, 1, _launch_describe, _fake_describe, planned=False)
 quantize_rank = Operation("quantize_rank", QuantizeRankArgs, 10, _launch_quantize, empty_quantized, planned=False)
-attention_gathered = Operation(
-    "fp8_attn_gathered",
+attention_multi_rank = Operation(
+    "attention_multi_rank",
     MultiRankArgs,
     0,
     _launch_gathered,
     lambda a: None,
     mutates=("out", "lse"),
-    flops=flops.of_gathered,
+    flops=flops.of_attention_multi_rank,
 )
 merge_results = Operation("merge_results", MergeArgs, 0, _launch_merge, lambda a: None, mutates=("out", "lse"))

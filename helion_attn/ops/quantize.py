@@ -1,10 +1,10 @@
-"""`quantize_qkv` and `pack_qkv`: tensors to the packed format."""
+"""The operations of `quantize` and `pack`: tensors to the packed format."""
 
 from __future__ import annotations
 
 import torch
 
-from helion_attn import calls
+from helion_attn import public_calls
 from helion_attn.configs import Packing, row_width
 from helion_attn.ops.declare import Operation
 from helion_attn.problem import DenseArgs, PackArgs, QuantizeArgs, QuantizeRankArgs
@@ -91,12 +91,12 @@ def _fake_pack(a: PackArgs) -> tuple[torch.Tensor, ...]:
     return empty_packed(a.q, B * H, B * H_kv, m_blocks, n_blocks, p, a.q.dtype, a.v.dtype)
 
 
-quantize_qkv = Operation(
-    "quantize_qkv",
+quantize = Operation(
+    "quantize",
     QuantizeArgs,
     10,
     _launch_quantize,
     empty_quantized,
-    call=calls.of_quantize,
+    call=public_calls.of_quantize,
 )
-pack_qkv = Operation("pack_qkv", PackArgs, 3, _launch_pack, _fake_pack, call=calls.of_pack)
+pack = Operation("pack", PackArgs, 3, _launch_pack, _fake_pack, call=public_calls.of_pack)

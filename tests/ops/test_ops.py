@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import helion_attn as ha
 from devtools.inputs import make_qkv
 from helion_attn import ops
-from helion_attn.backward.dense import DequantiseArgs, dequantise
+from helion_attn.backward.dense import DequantizeRowsArgs, dequantize_rows
 from helion_attn.compiler import kernels
 from helion_attn.configs import scheduling
 from helion_attn.problem import MergeArgs
@@ -97,7 +97,9 @@ def test_every_op_is_recorded(device: str) -> None:
         q, k, v = (x.requires_grad_() for x in qkv_on(device))
         ha.attention(q, k, v).sum().backward()
         packed = ha.quantize(*qkv_on(device))
-        dequantise(DequantiseArgs(packed, packed.M, packed.N, packed.D, packed.D_v, packed.recipe, q.dtype, bshd=False))
+        dequantize_rows(
+            DequantizeRowsArgs(packed, packed.M, packed.N, packed.D, packed.D_v, packed.recipe, q.dtype, bshd=False)
+        )
         q, k, v, *ends = varlen_on(device)
         ha.attention_varlen(q.requires_grad_(), k, v, *ends).sum().backward()
     registered = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("helion_attn::")]

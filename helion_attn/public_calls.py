@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
 
 
-class Call(NamedTuple):
+class PublicCall(NamedTuple):
     """A call of `helion_attn.FUNCTION`. What holds several tensors, such as a `Rope`, is the dict of its fields.
 
     Attributes:
@@ -38,7 +38,7 @@ class Call(NamedTuple):
     options: dict[str, Any]
 
 
-def of_dense(a: DenseArgs) -> Call:
+def of_attention(a: DenseArgs) -> PublicCall:
     """Return the call of `attention`."""
     mask = {"M": a.q.size(2), "N": a.k.size(2), **a.block_mask._asdict()} if a.block_mask.block_sparse else None
     options = {
@@ -50,10 +50,10 @@ def of_dense(a: DenseArgs) -> Call:
         "num_splits": a.num_splits,
         **_outputs(a.softmax, a.needs_lse_shift, a.out_dtype, a.q.dtype),
     }
-    return Call("attention", _tensors(a.bshd, q=a.q, k=a.k, v=a.v), _given(options))
+    return PublicCall("attention", _tensors(a.bshd, q=a.q, k=a.k, v=a.v), _given(options))
 
 
-def of_varlen(a: VarlenArgs) -> Call:
+def of_attention_varlen(a: VarlenArgs) -> PublicCall:
     """Return the call of `attention_varlen`."""
     options = {
         **_score_options(a.softmax, a.q.size(2)),
@@ -61,10 +61,10 @@ def of_varlen(a: VarlenArgs) -> Call:
         **_outputs(a.softmax, a.needs_lse_shift, a.out_dtype, a.q.dtype),
     }
     tensors = {"q": a.q, "k": a.k, "v": a.v, "cu_seqlens_q": a.cu_seqlens_q, "cu_seqlens_k": a.cu_seqlens_k}
-    return Call("attention_varlen", tensors, _given(options))
+    return PublicCall("attention_varlen", tensors, _given(options))
 
 
-def of_packed(a: AttentionArgs) -> Call:
+def of_attention_quantized(a: AttentionArgs) -> PublicCall:
     """Return the call of `attention_quantized`, as if the output had the unquantised tensors' dtype."""
     dtype = torch.bfloat16 if a.out_dtype in FORMAT_MAX else a.out_dtype
     qkv = {
@@ -83,21 +83,21 @@ def of_packed(a: AttentionArgs) -> Call:
         "num_splits": a.num_splits,
         "out_dtype": None if a.out_dtype == dtype else a.out_dtype,
     }
-    return Call("attention_quantized", {"qkv": qkv}, _given(options))
+    return PublicCall("attention_quantized", {"qkv": qkv}, _given(options))
 
 
-def of_quantize(a: QuantizeArgs) -> Call:
+def of_quantize(a: QuantizeArgs) -> PublicCall:
     """Return the call of `quantize`."""
     options = {"recipe": a.recipe, **_rope_and_norms(a.rope, a.norm)}
-    return Call("quantize", {"q": a.q, "k": a.k, "v": a.v}, _given(options))
+    return PublicCall("quantize", {"q": a.q, "k": a.k, "v": a.v}, _given(options))
 
 
-def of_pack(a: PackArgs) -> Call:
+def of_pack(a: PackArgs) -> PublicCall:
     """Return the call of `pack`, with descales of 1, which the operation does not see."""
-    return Call("pack", {"q": a.q, "k": a.k, "v": a.v}, {"q_descale": 1.0, "k_descale": 1.0, "v_descale": 1.0})
+    return PublicCall("pack", {"q": a.q, "k": a.k, "v": a.v}, {"q_descale": 1.0, "k_descale": 1.0, "v_descale": 1.0})
 
 
-def of_decode(a: DecodeArgs) -> Call:
+def of_decode(a: DecodeArgs) -> PublicCall:
     """Return the call of `attention_kvcache`."""
     options = {
         **_layout(a.bshd),
@@ -108,10 +108,10 @@ def of_decode(a: DecodeArgs) -> Call:
     q = _tensors(a.bshd, q=a.q)
     tensors = {**q, "cache": dict(vars(a.cache)), "block_table": a.block_table, "cache_seqlens": a.cache_seqlens}
     # Its default is True.
-    return Call("attention_kvcache", tensors, {"causal": a.softmax.right == 0, **_given(options)})
+    return PublicCall("attention_kvcache", tensors, {"causal": a.softmax.right == 0, **_given(options)})
 
 
-def of_append(a: AppendArgs) -> Call:
+def of_append(a: AppendArgs) -> PublicCall:
     """Return the call of `append_kvcache`."""
     tensors = {
         "cache": dict(vars(a.cache)),
@@ -120,13 +120,13 @@ def of_append(a: AppendArgs) -> Call:
         "block_table": a.block_table,
         "cache_seqlens": a.cache_seqlens,
     }
-    return Call("append_kvcache", tensors, _given({"rope": _rope(a.rope)}))
+    return PublicCall("append_kvcache", tensors, _given({"rope": _rope(a.rope)}))
 
 
-def of_ranks(function: str, tensors: dict[str, Any], options: dict[str, Any], rope: Rope | None) -> Call:
+def of_ranks(function: str, tensors: dict[str, Any], options: dict[str, Any], rope: Rope | None) -> PublicCall:
     """Return the call of a function of `distributed`, on the default group."""
     fields = {"rope": None if rope is None else dict(vars(rope))}
-    return Call(f"distributed.{function}", tensors, _given({**options, **fields}))
+    return PublicCall(f"distributed.{function}", tensors, _given({**options, **fields}))
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def _rope_and_norms(rope: RopeArgs, norm: NormArgs) -> dict[str, Any]:
     }
 
 
-def line(call: Call, comment: str) -> str:
+def line(call: PublicCall, comment: str) -> str:
     """Return a line that makes the call on other values, after `import torch, helion_attn as ha`.
 
     Its tensors have the shapes, strides, dtypes and device of the call's. Their values are not read: those of the line
@@ -188,7 +188,7 @@ def line(call: Call, comment: str) -> str:
     return f"{''.join(made)}ha.{call.function}({', '.join([*call.tensors, *options])})  # {comment}"
 
 
-def _text(name: str, x: Any, call: Call) -> str:
+def _text(name: str, x: Any, call: PublicCall) -> str:
     """An argument as an expression."""
     match name:
         case "rope":
