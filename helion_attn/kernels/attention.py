@@ -74,7 +74,7 @@ from helion_attn.kernels.lib.kv_lists import (
     next_entry_of,
     within_tile,
 )
-from helion_attn.kernels.lib.masks import Bounds, bounds_of_rows, visible_keys, within_bounds
+from helion_attn.kernels.lib.masks import Bounds, bounds_of_rows, masked_scores, visible_keys, within_bounds
 from helion_attn.kernels.lib.query import Query, quantised_rows, query_arguments
 from helion_attn.kernels.lib.rows import (
     first_packed_row,
@@ -85,7 +85,6 @@ from helion_attn.kernels.lib.rows import (
     rows_on_diagonal,
 )
 from helion_attn.kernels.lib.schraudolph import (
-    hidden,
     in_fp16_steps,
     largest_scores,
     p_of_scores,
@@ -353,7 +352,7 @@ def fp8_attn_fwd(
                 visible = visible_keys(positions, on_diagonal, keys_end, left, right, spec)
                 visible = within_bounds(visible, positions, keys_from, keys_up_to, spec.row_ranges)
                 visible = within_tile(visible, tile_of, tiles, entry_idx, entry_at_hand, row_begin, bm, bn, spec)
-                s = hidden(s, visible, bm, bn, spec)
+                s = masked_scores(s, visible, bm, bn, spec)
                 if spec.first_block_max:
                     m_i = torch.where(m_i == float("-inf"), torch.amax(s, 1), m_i)
             if spec.schraudolph_exp2:
@@ -419,7 +418,7 @@ def fp8_attn_fwd(
                     on_diagonal = rows_on_diagonal(row_begin, diagonal, n_len - m_len, bm, spec)
                     visible = visible_keys(positions, on_diagonal, end_again, left, right, spec)
                     visible = within_bounds(visible, positions, keys_from, keys_up_to, spec.row_ranges)
-                    s = torch.where(visible, s, float("-inf"))
+                    s = masked_scores(s, visible, bm, bn, spec)
                     p8, alpha, _, m_i, l_i = online_softmax_step(
                         s, 0.0, hl.full([], 1.0, dtype=torch.float32), m_i, m_i, l_i, bm, bn, l_lanes, v8.dtype,
                         scaled_spec,

@@ -28,7 +28,7 @@ from helion_attn.compiler.kernels import Compiled, compiled, interpreted
 from helion_attn.compiler.passes.expected import expected_passes
 from helion_attn.configs import MAX_FRESH_D, MAX_PIECE, LargeTileConfig, largest_power_of_two
 from helion_attn.kernels.lib.keys import keys_of_head
-from helion_attn.kernels.lib.masks import visible_keys
+from helion_attn.kernels.lib.masks import masked_scores, visible_keys
 from helion_attn.kernels.lib.rows import in_order, rows_of_block
 from helion_attn.kernels.lib.specs import AttentionSpec, LargeSpec
 from helion_attn.kernels.lib.steps import (
@@ -275,7 +275,7 @@ def fp8_attn_fwd_large_d(
                 # The key index is made inside the loop; kept outside, it takes registers throughout.
                 keys = j * bn + hl.arange(bn)
                 visible = visible_keys(keys, diagonal + hl.arange(bm), n_len, left, right, spec)
-                s = torch.where(visible, s, float("-inf"))
+                s = masked_scores(s, visible, bm, bn, spec)
             s_scale_log2 = torch.where(special > 0, 1.0, s_scale_log2)
             p8, alpha, m_run, m_i, l_i = online_softmax_step(
                 s, 0.0, s_scale_log2, m_run, m_i, l_i, bm, bn, l_lanes, v_wide.dtype, spec

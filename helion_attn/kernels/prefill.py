@@ -30,7 +30,7 @@ from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.configs import MAX_FRESH_D, MAX_PIECE
 from helion_attn.kernels.lib.inline_asm import e4m3_of_bits, exp2, fma, in_new_registers
 from helion_attn.kernels.lib.keys import known_keys, page_at_hand, page_of, page_of_entry
-from helion_attn.kernels.lib.masks import visible_keys
+from helion_attn.kernels.lib.masks import masked_scores, visible_keys
 from helion_attn.kernels.lib.paged import (
     base_scores,
     bases_are_wide,
@@ -50,7 +50,7 @@ from helion_attn.kernels.lib.paged import (
 )
 from helion_attn.kernels.lib.row_layout import rows_to_dtype
 from helion_attn.kernels.lib.scalars import imin, int32, inverse_of_power, quotient
-from helion_attn.kernels.lib.schraudolph import by_fours, hidden, p_of_line, row_sums
+from helion_attn.kernels.lib.schraudolph import by_fours, p_of_line, row_sums
 from helion_attn.kernels.lib.steps import (
     accumulate,
     add_sink,
@@ -265,13 +265,13 @@ def fp8_attn_prefill(
                 key = int32(j * bn) + hl.arange(bn, dtype=torch.int32)
                 visible = visible_keys(key, on_diagonal, n_len, int32(left), int32(right), spec)
                 visible = in_run_of_query(visible, j, on_diagonal, n_len, left, right, split, splits, spec)
-                s = hidden(s, visible, spec.rows, bn, spec)
+                s = masked_scores(s, visible, spec.rows, bn, spec)
             if escaped > 0:
                 is_first, k_own, v_own, w0, w1, w2, w3 = class_of_slot(
                     k_descale, v_descale, first_slot, int32(0), bn, spec.int8_keys, spec.is_cuda
                 )
                 of_base = keys_of_class(w0, w1, w2, w3, bn, spec.is_cuda)
-                s = hidden(s, of_base.unsqueeze(0) != 0, spec.rows, bn, spec)
+                s = masked_scores(s, of_base.unsqueeze(0) != 0, spec.rows, bn, spec)
             m_before = m_i
             m_run, m_i, scale, offset, largest, top = line_of_page(s, scale_log2, v_base, m_run, m_i, 1, spec)
             if not spec.half_scores:

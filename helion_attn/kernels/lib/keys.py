@@ -73,8 +73,8 @@ def keys_of(
             num_kv_blocks = torch.clamp_min(torch.minimum(num_kv_blocks, int32(keys.stop)), 0)
         begin = rows.first_entry
         if spec.has_left:
-            hidden = torch.clamp_min(int32(keys.begin - (n_len + bn - 1) // bn) + rows.num_kv_blocks, 0)
-            begin = begin + torch.minimum(hidden, num_kv_blocks)
+            unseen = torch.clamp_min(int32(keys.begin - (n_len + bn - 1) // bn) + rows.num_kv_blocks, 0)
+            begin = begin + torch.minimum(unseen, num_kv_blocks)
         keys = keys._replace(begin=begin, stop=rows.first_entry + num_kv_blocks)
         if spec.is_split_kv:
             begin, stop = split_kv_range(keys.begin, keys.stop, grid_head // heads, splits)
