@@ -148,7 +148,7 @@ TILES: dict[int, dict[str, dict[str, Any]]] = {
 
 def shipped_tile(D: int) -> TileConfig:
     """The tuned config for full attention."""
-    return tile_config(D, causal=False)
+    return tile_config(D, has_right=False)
 
 
 def variants(D: int) -> dict[str, Variant]:

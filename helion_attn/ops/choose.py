@@ -80,10 +80,12 @@ def shape_of_dense(a: DenseArgs) -> Shape:
 
 
 @functools.lru_cache(4096)
-def _tile(of: str, d: int, d_v: int, causal: bool, bits: tuple[int, int], load: float) -> TileConfig | LargeTileConfig:
+def _tile(
+    of: str, d: int, d_v: int, has_right: bool, bits: tuple[int, int], load: float
+) -> TileConfig | LargeTileConfig:
     if of == "dense" and uses_large_d(d, d_v, bits):
-        return large_tile_config(d, d_v, causal, load)
-    return attention_tile_config(d, d_v, causal, bits, load)
+        return large_tile_config(d, d_v, has_right, load)
+    return attention_tile_config(d, d_v, has_right, bits, load)
 
 
 def choose(shape: Shape, sm_count: int, unpacked: DenseArgs | None = None) -> Choice:
