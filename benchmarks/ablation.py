@@ -236,7 +236,7 @@ def launch(
         n_len=M,
         d=D,
         d_v=D,
-        softmax=ScoreOptions(causal=causal, sm_scale=sm_scale).resolved(D),
+        scores=ScoreOptions(causal=causal, sm_scale=sm_scale).resolved(D),
         bshd=False,
         out_dtype=out.dtype,
         recipe=recipe.resolved,

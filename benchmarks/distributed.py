@@ -169,7 +169,7 @@ def gathered_call(
         n_len=qkv.N,
         d=qkv.D,
         d_v=qkv.D_v,
-        softmax=ScoreOptions(causal=causal).resolved(qkv.D),
+        scores=ScoreOptions(causal=causal).resolved(qkv.D),
         bshd=False,
         recipe=qkv.recipe,
     )

@@ -104,14 +104,14 @@ class Fa3WithFa2(torch.autograd.Function):
         out, lse = fa3.flash_attn_func(*bshd, causal=causal, return_attn_probs=True)
         out = out.transpose(1, 2)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.softmax = ScoreOptions(causal=causal).resolved(q.size(3))
+        ctx.scores = ScoreOptions(causal=causal).resolved(q.size(3))
         return cast(torch.Tensor, out)
 
     @staticmethod
     def backward(ctx: Any, d_out: torch.Tensor) -> Any:
         """dQ, dK and dV."""
         q, k, v, out, lse = ctx.saved_tensors
-        return *kernels.flash(d_out, q, k, v, out, lse, ctx.softmax), None
+        return *kernels.flash(d_out, q, k, v, out, lse, ctx.scores), None
 
 
 def checkpointed(attend: Attend, qkv: list[torch.Tensor], d_out: torch.Tensor) -> None:

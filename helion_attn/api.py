@@ -273,14 +273,14 @@ def quantized_problem(
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
     num_splits: int | None = None,
-    **scores: Unpack[ScoreKwargs],
+    **score_kwargs: Unpack[ScoreKwargs],
 ) -> AttentionArgs:
     """The arguments of `attention_quantized`, checked, as its operation takes them."""
     check_head_dim("D is", qkv.D)
     check_head_dim("D_v is", qkv.D_v)
     check_recipe_dims(qkv.recipe, qkv.D, qkv.D_v)
     check_quantized(qkv, packing(qkv.D, qkv.D_v, qkv.recipe.bits))
-    given = ScoreOptions(**scores)
+    given = ScoreOptions(**score_kwargs)
     check_options(given, return_lse, out_dtype, qkv.q_descale.size(1), qkv.q8.device)
     check_splits(num_splits, qkv.N, qkv.D, qkv.D_v, qkv.recipe)
     mask = None if block_mask is None else as_block_mask(block_mask)
@@ -293,7 +293,7 @@ def quantized_problem(
         n_len=qkv.N,
         d=qkv.D,
         d_v=qkv.D_v,
-        softmax=given.resolved(qkv.D),
+        scores=given.resolved(qkv.D),
         bshd=qkv.layout == "bshd",
         out_dtype=qkv.dtype if out_dtype is None else out_dtype,
         recipe=qkv.recipe,
@@ -387,17 +387,17 @@ def dense_problem(
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
     num_splits: int | None = None,
-    **scores: Unpack[ScoreKwargs],
+    **score_kwargs: Unpack[ScoreKwargs],
 ) -> DenseArgs:
     """The arguments of `attention`, checked, as its operation takes them."""
     recipe = as_recipe(recipe)
     check_quantize(q, k, v, recipe, layout, rope, q_norm, k_norm, differentiable=True)
     H = q.size(1 if layout == "bhsd" else 2)
-    given = ScoreOptions(**scores)
+    given = ScoreOptions(**score_kwargs)
     check_options(given, return_lse, out_dtype, H, q.device, differentiable=True)
     if num_splits is not None:
         check_splits(num_splits, k.size(2 if layout == "bhsd" else 1), q.size(3), v.size(3), recipe)
-    softmax = given.resolved(q.size(3))
+    scores = given.resolved(q.size(3))
     qkv_bhsd = heads_first(q, k, v, layout)
     mask = None if block_mask is None else as_block_mask(block_mask)
     if mask is not None:
@@ -407,12 +407,12 @@ def dense_problem(
         *qkv_bhsd,
         rope=NO_ROPE_ARGUMENTS if rope is None else rope_arguments(rope),
         norm=norm_arguments(q_norm, k_norm),
-        softmax=softmax,
+        scores=scores,
         bshd=layout == "bshd",
         out_dtype=q.dtype if out_dtype is None else out_dtype,
         recipe=recipe,
         num_splits=num_splits,
-        needs_lse_shift=softmax.needs_lse_shift(return_lse),
+        needs_lse_shift=scores.needs_lse_shift(return_lse),
         block_mask=NO_MASK_ARGUMENTS if mask is None else mask_arguments(mask),
     )
 
@@ -533,7 +533,7 @@ def attention(
         asked = dense_problem(q, k, v, **(options | {"recipe": BALANCED} if chooses else options), **of_tensors)
         if chooses and (pytorch := auto.pytorch_call(asked, options | of_tensors)) is not None:
             return pytorch, asked
-        learned = needs_gradient(q, k, v, asked.softmax.sinks, asked.norm.q_weight, asked.norm.k_weight)
+        learned = needs_gradient(q, k, v, asked.scores.sinks, asked.norm.q_weight, asked.norm.k_weight)
         return backward.attention_with_gradients if learned else ops.attention, asked
 
     more, rest = split_tensors(**of_tensors)

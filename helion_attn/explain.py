@@ -137,7 +137,7 @@ def explain(
         if auto.pytorch_call(problem, asked) is not None:
             return _of_pytorch(where, chosen)
     operation, backward = ops.attention, None
-    if needs_gradient(q, k, v, problem.softmax.sinks, problem.norm.q_weight, problem.norm.k_weight):
+    if needs_gradient(q, k, v, problem.scores.sinks, problem.norm.q_weight, problem.norm.k_weight):
         problem = without_prologue(problem)
         operation, backward = attention_training, str(backward_kernel(problem))
     shape = shape_of_dense(problem)

@@ -305,15 +305,15 @@ def decode_problem(
     check_kvcache_attention(q, cache, block_table, cache_seqlens, layout, scores, return_lse, num_splits, out_dtype)
     if debugging():  # not in a check that flash-attn's function makes before it appends
         check_appended(q, cache, block_table, cache_seqlens, layout)
-    softmax = scores.resolved(cache.D)
+    scores = scores.resolved(cache.D)
     return DecodeArgs(
         q=q.transpose(1, 2) if layout == "bshd" else q,
         cache=cache,
         block_table=block_table,
         cache_seqlens=cache_seqlens,
         splits=num_splits,
-        softmax=softmax,
-        needs_lse_shift=softmax.needs_lse_shift(return_lse),
+        scores=scores,
+        needs_lse_shift=scores.needs_lse_shift(return_lse),
         bshd=layout == "bshd",
         out_dtype=q.dtype if out_dtype is None else out_dtype,
     )

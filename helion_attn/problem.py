@@ -127,7 +127,7 @@ class DenseArgs(NamedTuple):
         v: [B, H_kv, N, D_v], same dtype.
         rope: rotates Q and K first.
         norm: is applied to Q and K before that.
-        softmax: and the rest, as in `AttentionArgs`.
+        scores: and the rest, as in `AttentionArgs`.
         needs_lse_shift: whether somebody sees `lse_shift`, what smooth_k takes from the scores.
     """
 
@@ -136,7 +136,7 @@ class DenseArgs(NamedTuple):
     v: torch.Tensor
     rope: RopeArgs
     norm: NormArgs
-    softmax: ScoreOptions
+    scores: ScoreOptions
     bshd: bool
     out_dtype: torch.dtype
     recipe: Recipe
@@ -159,7 +159,7 @@ class VarlenArgs(NamedTuple):
         v: [N, H_kv, D_v], same dtype.
         cu_seqlens_q: int32 [B + 1].
         cu_seqlens_k: int32 [B + 1].
-        softmax: and the rest, as in `AttentionArgs`.
+        scores: and the rest, as in `AttentionArgs`.
         needs_lse_shift: whether somebody sees `lse_shift`, what smooth_k takes from the scores.
     """
 
@@ -168,7 +168,7 @@ class VarlenArgs(NamedTuple):
     v: torch.Tensor
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
-    softmax: ScoreOptions
+    scores: ScoreOptions
     out_dtype: torch.dtype
     recipe: Recipe
     needs_lse_shift: bool
@@ -188,7 +188,7 @@ class AttentionArgs(NamedTuple):
         n_len: N, the true key length; of packed sequences, of all.
         d: head dim of the unpadded Q and K.
         d_v: head dim of the unpadded V, and of the output.
-        softmax: of scores.
+        scores: which there are, and what is done to them.
         bshd: the layout of the output.
         out_dtype: of the output.
         recipe: how the tensors were quantised, and P is.
@@ -201,7 +201,7 @@ class AttentionArgs(NamedTuple):
     n_len: int
     d: int
     d_v: int
-    softmax: ScoreOptions
+    scores: ScoreOptions
     bshd: bool
     out_dtype: torch.dtype
     recipe: Recipe
@@ -219,8 +219,8 @@ class AttentionArgs(NamedTuple):
             "out_head_step": 1 if self.bshd else self.m_len,
             "out_row_step": H if self.bshd else 1,
             # An edge further away hides nothing, and might not fit 32 bits.
-            "left": min(self.softmax.left, self.n_len),
-            "right": min(self.softmax.right, self.m_len),
+            "left": min(self.scores.left, self.n_len),
+            "right": min(self.scores.right, self.m_len),
         }
 
     def choices(self) -> dict[str, bool]:
@@ -230,7 +230,7 @@ class AttentionArgs(NamedTuple):
             "k_block_descales": self.recipe.k_scales == "block",
             "v_channel_descales": self.recipe.v_scales == "channel",
             "has_lse_shift": self.packed.lse_shift is not None,
-            **self.softmax.choices(),
+            **self.scores.choices(),
         }
 
 
@@ -352,7 +352,7 @@ class MultiRankArgs(NamedTuple):
     n_len: int
     d: int
     d_v: int
-    softmax: ScoreOptions
+    scores: ScoreOptions
     bshd: bool
     recipe: Recipe
 
@@ -386,7 +386,7 @@ class DecodeArgs(NamedTuple):
         block_table: int32 [B, max_pages].
         cache_seqlens: int32 [B].
         splits: of a sequence's pages; None for the choice by shapes and GPU.
-        softmax: and the rest, as in `AttentionArgs`.
+        scores: and the rest, as in `AttentionArgs`.
         needs_lse_shift: whether somebody sees what K's mean takes from the scores.
     """
 
@@ -395,7 +395,7 @@ class DecodeArgs(NamedTuple):
     block_table: torch.Tensor
     cache_seqlens: torch.Tensor
     splits: int | None
-    softmax: ScoreOptions
+    scores: ScoreOptions
     needs_lse_shift: bool
     bshd: bool
     out_dtype: torch.dtype

@@ -43,12 +43,12 @@ def of_attention(a: DenseArgs) -> PublicCall:
     mask = {"M": a.q.size(2), "N": a.k.size(2), **a.block_mask._asdict()} if a.block_mask.block_sparse else None
     options = {
         **_layout(a.bshd),
-        **_score_options(a.softmax, a.q.size(3)),
+        **_score_options(a.scores, a.q.size(3)),
         "recipe": a.recipe,
         **_rope_and_norms(a.rope, a.norm),
         "block_mask": mask,
         "num_splits": a.num_splits,
-        **_outputs(a.softmax, a.needs_lse_shift, a.out_dtype, a.q.dtype),
+        **_outputs(a.scores, a.needs_lse_shift, a.out_dtype, a.q.dtype),
     }
     return PublicCall("attention", _tensors(a.bshd, q=a.q, k=a.k, v=a.v), _given(options))
 
@@ -56,9 +56,9 @@ def of_attention(a: DenseArgs) -> PublicCall:
 def of_attention_varlen(a: VarlenArgs) -> PublicCall:
     """Return the call of `attention_varlen`."""
     options = {
-        **_score_options(a.softmax, a.q.size(2)),
+        **_score_options(a.scores, a.q.size(2)),
         "recipe": a.recipe,
-        **_outputs(a.softmax, a.needs_lse_shift, a.out_dtype, a.q.dtype),
+        **_outputs(a.scores, a.needs_lse_shift, a.out_dtype, a.q.dtype),
     }
     tensors = {"q": a.q, "k": a.k, "v": a.v, "cu_seqlens_q": a.cu_seqlens_q, "cu_seqlens_k": a.cu_seqlens_k}
     return PublicCall("attention_varlen", tensors, _given(options))
@@ -78,7 +78,7 @@ def of_attention_quantized(a: AttentionArgs) -> PublicCall:
         "recipe": a.recipe,
     }
     options = {
-        **_score_options(a.softmax, a.d),
+        **_score_options(a.scores, a.d),
         "block_mask": {"M": a.m_len, "N": a.n_len, **a.block_mask._asdict()} if a.block_mask.block_sparse else None,
         "num_splits": a.num_splits,
         "out_dtype": None if a.out_dtype == dtype else a.out_dtype,
@@ -101,14 +101,14 @@ def of_decode(a: DecodeArgs) -> PublicCall:
     """Return the call of `attention_kvcache`."""
     options = {
         **_layout(a.bshd),
-        **_score_options(a.softmax, a.cache.D),
+        **_score_options(a.scores, a.cache.D),
         "num_splits": a.splits,
-        **_outputs(a.softmax, a.needs_lse_shift, a.out_dtype, a.q.dtype),
+        **_outputs(a.scores, a.needs_lse_shift, a.out_dtype, a.q.dtype),
     }
     q = _tensors(a.bshd, q=a.q)
     tensors = {**q, "cache": dict(vars(a.cache)), "block_table": a.block_table, "cache_seqlens": a.cache_seqlens}
     # Its default is True.
-    return PublicCall("attention_kvcache", tensors, {"causal": a.softmax.right == 0, **_given(options)})
+    return PublicCall("attention_kvcache", tensors, {"causal": a.scores.right == 0, **_given(options)})
 
 
 def of_append(a: AppendArgs) -> PublicCall:
@@ -143,23 +143,21 @@ def _layout(bshd: bool) -> dict[str, Any]:
     return {"layout": "bshd"} if bshd else {}
 
 
-def _score_options(softmax: ScoreOptions, D: int) -> dict[str, Any]:
-    causal = softmax.right == 0
-    right = -1 if causal else softmax.right
+def _score_options(scores: ScoreOptions, D: int) -> dict[str, Any]:
+    causal = scores.right == 0
+    right = -1 if causal else scores.right
     return {
-        **softmax.kwargs(),
+        **scores.kwargs(),
         "causal": causal,
-        "sm_scale": None if softmax.sm_scale == float(D**-0.5) else softmax.sm_scale,
-        "window": None if softmax.left < 0 and right < 0 else (softmax.left, right),
+        "sm_scale": None if scores.sm_scale == float(D**-0.5) else scores.sm_scale,
+        "window": None if scores.left < 0 and right < 0 else (scores.left, right),
     }
 
 
-def _outputs(
-    softmax: ScoreOptions, needs_lse_shift: bool, out_dtype: torch.dtype, dtype: torch.dtype
-) -> dict[str, Any]:
+def _outputs(scores: ScoreOptions, needs_lse_shift: bool, out_dtype: torch.dtype, dtype: torch.dtype) -> dict[str, Any]:
     """Where K's mean must be corrected anyway, the operation does not tell whether lse was asked for."""
     return {
-        "return_lse": needs_lse_shift and not softmax.needs_lse_shift(return_lse=False),
+        "return_lse": needs_lse_shift and not scores.needs_lse_shift(return_lse=False),
         "out_dtype": None if out_dtype == dtype else out_dtype,
     }
 

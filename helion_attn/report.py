@@ -140,7 +140,7 @@ def _dense(a: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Re
         v=v,
         rope=NO_ROPE_ARGUMENTS,
         norm=norm_arguments(None, None),
-        softmax=a.softmax,
+        scores=a.scores,
         bshd=False,
         out_dtype=a.out_dtype,
         recipe=recipe,
@@ -182,7 +182,7 @@ def _of_sequences(a: Any, out: torch.Tensor) -> torch.Tensor:
 
 def _modelled(part: Part, sample: _Sample) -> torch.Tensor:
     """The rounding model's output of the sampled rows, [heads, rows, D_v]."""
-    a, softmax = part.problem, part.problem.softmax
+    a, scores = part.problem, part.problem.scores
     transformed = a.rope.cos is not None or a.norm.q_weight is not None or a.norm.k_weight is not None
     # Rows of Q may share a descale, so all are rounded.
     given = a.rope.q_positions
@@ -195,13 +195,13 @@ def _modelled(part: Part, sample: _Sample) -> torch.Tensor:
     rounded = quantize(q, k, v, a.recipe)
     of_rows = {name: getattr(rounded, name)[:, :, sample.rows] for name in ("q8", "q_descale", "lse_shift")}
     shown = torch.zeros(len(sample.rows), sample.N, device=q.device)
-    window = softmax.left, softmax.right
+    window = scores.left, scores.right
     seen = hide_keys_of_rows(shown, sample.rows, 0, sample.M, sample.N, False, window) == 0
     if sample.seen is not None:
         seen = seen & sample.seen
     heads = [h for _b, h, _kv in sample.heads]
-    sinks = None if softmax.sinks is None else softmax.sinks[heads]
-    scores = dataclasses.replace(softmax, causal=False, window=None, sinks=sinks)
+    sinks = None if scores.sinks is None else scores.sinks[heads]
+    scores = dataclasses.replace(scores, causal=False, window=None, sinks=sinks)
     out, _lse = attend(rounded._replace(**of_rows), a.recipe, scores, seen.expand(1, len(heads), -1, -1), a.packing.bn)
     return out[0].to(a.out_dtype).double()
 
@@ -235,7 +235,7 @@ def measure(a: Any, out: torch.Tensor) -> Measured:
 
 
 def _budget(model_error: float, a: Any, out: torch.Tensor) -> float:
-    return error_budget(model_error, a.out_dtype, FACTOR, out.device, a.softmax.softcap)
+    return error_budget(model_error, a.out_dtype, FACTOR, out.device, a.scores.softcap)
 
 
 #: What `debug(save=...)` examines, and the function and the checks of each when it is replayed, by name.

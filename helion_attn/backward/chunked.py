@@ -41,19 +41,19 @@ def hidden_scores(
     first_key: int,
     last_key: int,
     offset: int,
-    softmax: ScoreOptions,
+    scores: ScoreOptions,
     device: torch.device,
 ) -> torch.Tensor | None:
-    """Which scores of some rows and keys `softmax` hides, bool [rows, keys]; None if none. `offset` is N - M."""
-    if softmax.left < 0 and softmax.right < 0:
+    """Which scores of some rows and keys `scores` hides, bool [rows, keys]; None if none. `offset` is N - M."""
+    if scores.left < 0 and scores.right < 0:
         return None
     rows, keys = (torch.arange(*ends, device=device) for ends in ((first_row, last_row), (first_key, last_key)))
     from_diagonal = keys - (rows.unsqueeze(1) + offset)
     hidden = torch.zeros_like(from_diagonal, dtype=torch.bool)
-    if softmax.right >= 0:
-        hidden |= from_diagonal > softmax.right
-    if softmax.left >= 0:
-        hidden |= from_diagonal < -softmax.left
+    if scores.right >= 0:
+        hidden |= from_diagonal > scores.right
+    if scores.left >= 0:
+        hidden |= from_diagonal < -scores.left
     return hidden
 
 
@@ -65,7 +65,7 @@ def run(
     delta: torch.Tensor,
     lse: torch.Tensor,
     lse_shift: torch.Tensor | None,
-    softmax: ScoreOptions,
+    scores: ScoreOptions,
     visible: torch.Tensor | None,
 ) -> Gradients:
     """Compute the gradients.
@@ -78,11 +78,11 @@ def run(
         delta: fp32 [B, H, M].
         lse: fp32 [B, H, M]; inf of a row that sees no key.
         lse_shift: fp32 [B, H, M], what scores have besides `q k^T`; only a softcap can tell. Or None.
-        softmax: which scores there are, and how they are scaled.
+        scores: which scores there are, and how they are scaled.
         visible: bool [B, H, M, N], which of these there are; None for all.
     """
     (B, H, M, _), (H_kv, N) = q.shape, k.shape[1:3]
-    scale, cap = softmax.scale, softmax.softcap
+    scale, cap = scores.scale, scores.softcap
     # [B, H_kv, G, M, ...]; K and V [B, H_kv, 1, N, ...]
     q, d_out, delta, lse = (x.unflatten(1, (H_kv, H // H_kv)) for x in (q, d_out, delta, lse))
     if lse_shift is not None:
@@ -93,8 +93,8 @@ def run(
     rows = max(1, SCORES_AT_ONCE // (B * H * N))
     for i in range(0, M, rows):
         j = min(i + rows, M)
-        first = 0 if softmax.left < 0 else max(0, i + N - M - softmax.left)
-        last = N if softmax.right < 0 else min(N, j + N - M + softmax.right)
+        first = 0 if scores.left < 0 else max(0, i + N - M - scores.left)
+        last = N if scores.right < 0 else min(N, j + N - M + scores.right)
         if first >= last:
             continue
         k_i, v_i = (x[:, :, None, first:last] for x in (k, v))
@@ -108,7 +108,7 @@ def run(
             s = cap * t
         p = torch.exp(s - lse[:, :, :, i:j, None])
         d_s = d_out_i @ v_i.mT - delta[:, :, :, i:j, None]
-        hidden = hidden_scores(i, j, first, last, N - M, softmax, q.device)
+        hidden = hidden_scores(i, j, first, last, N - M, scores, q.device)
         if visible is not None:
             unseen = ~visible[:, :, :, i:j, first:last]
             hidden = unseen if hidden is None else hidden | unseen

@@ -73,7 +73,7 @@ def case_of(a: AttentionArgs, is_cuda: bool, has_lse_gradient: bool) -> kernels.
         N=a.n_len,
         D=a.d,
         D_v=a.d_v,
-        softmax=a.softmax,
+        scores=a.scores,
         block_sparse=a.block_mask.block_sparse,
         has_lse_gradient=has_lse_gradient,
         packed_sequences=False,
@@ -89,7 +89,7 @@ def backward_kernel(a: DenseArgs) -> kernels.BackwardKernel:
             N=a.k.size(2),
             D=a.q.size(3),
             D_v=a.v.size(3),
-            softmax=a.softmax,
+            scores=a.scores,
             block_sparse=a.block_mask.block_sparse,
             has_lse_gradient=False,
             packed_sequences=False,
@@ -154,7 +154,7 @@ def laid(x: torch.Tensor, bshd: bool) -> torch.Tensor:
 
 
 def _backward(a: BackwardArgs) -> tuple[torch.Tensor, ...]:
-    f, softmax, packed = a.forward, a.forward.softmax, a.forward.packed
+    f, scores, packed = a.forward, a.forward.scores, a.forward.packed
     kernel = kernels.choose(case_of(f, a.out.is_cuda, a.d_lse is not None))
     # [B, heads, S, head dim]
     out, d_out = (x.transpose(1, 2) if f.bshd else x for x in (a.out, a.d_out))
@@ -163,25 +163,25 @@ def _backward(a: BackwardArgs) -> tuple[torch.Tensor, ...]:
     lse, lse_shift = without_keys(a.lse), None
     if packed.lse_shift is not None:
         lse_shift = rows_of(packed.lse_shift, f.m_len)
-        lse = lse if softmax.softcap is not None else lse - softmax.scale * lse_shift
+        lse = lse if scores.softcap is not None else lse - scores.scale * lse_shift
     capped = None
     if kernel.name == "chunked":
         if kernel.is_slow:
             warn_slower(f"a backward pass of helion_attn takes {kernel}")
         less = row_dots(d_out, out) if a.d_lse is None else row_dots(d_out, out) - a.d_lse
         visible = visible_scores(f, a.lse.shape)
-        dq, dk, dv, capped = chunked.run(q, k, v, d_out.float(), less, lse, lse_shift, softmax, visible)
+        dq, dk, dv, capped = chunked.run(q, k, v, d_out.float(), less, lse, lse_shift, scores, visible)
     else:
         d_out_16, q, k, v, out_16 = (laid(x.to(dtype), f.bshd) for x in (d_out, q, k, v, out))
         run = kernels.flash if kernel.name == "flash" else kernels.cudnn
-        dq, dk, dv = run(d_out_16, q, k, v, out_16, lse, softmax)
+        dq, dk, dv = run(d_out_16, q, k, v, out_16, lse, scores)
     d_sinks = a.lse.new_empty(0)
-    if softmax.sinks is not None or a.d_lse is not None or capped is not None:
-        delta, p = row_dots(d_out, out), sink_probability(softmax.sinks, a.lse)
+    if scores.sinks is not None or a.d_lse is not None or capped is not None:
+        delta, p = row_dots(d_out, out), sink_probability(scores.sinks, a.lse)
         if packed.k_mean is not None:
             mean = packed.k_mean[:, :, None, : f.d].repeat_interleave(q.size(1) // k.size(1), 1)
-            dq = dq.float() + softmax.scale * row_sums(delta, p, a.d_lse, capped).unsqueeze(3) * mean
-        if softmax.sinks is not None:
+            dq = dq.float() + scores.scale * row_sums(delta, p, a.d_lse, capped).unsqueeze(3) * mean
+        if scores.sinks is not None:
             d_sinks = sinks_gradient(delta, p, a.d_lse)
     return *(laid(x.to(a.dtype), f.bshd) for x in (dq, dk, dv)), d_sinks
 
@@ -199,7 +199,7 @@ def _fake_backward(a: BackwardArgs) -> tuple[torch.Tensor, ...]:
     (B, H), H_kv = f.packed.q_descale.shape[:2], f.packed.k_descale.size(1)
     shapes = (B, H, f.m_len, f.d), (B, H_kv, f.n_len, f.d), (B, H_kv, f.n_len, f.d_v)
     gradients = (laid(a.d_out.new_empty(shape, dtype=a.dtype), f.bshd) for shape in shapes)
-    return *gradients, a.lse.new_empty(0 if f.softmax.sinks is None else H)
+    return *gradients, a.lse.new_empty(0 if f.scores.sinks is None else H)
 
 
 def _kept(a: DenseArgs, outputs: Sequence[torch.Tensor]) -> BackwardArgs:
@@ -218,7 +218,7 @@ attention_backward = Operation(
     flops=lambda a: flops.of_backward(a.forward),
     planned=False,
 )
-differentiate(attention_training, DenseArgs, _kept, attention_backward, BackwardArgs, ("q", "k", "v", "softmax.sinks"))
+differentiate(attention_training, DenseArgs, _kept, attention_backward, BackwardArgs, ("q", "k", "v", "scores.sinks"))
 
 
 def attention_with_gradients(a: DenseArgs) -> Outputs:

@@ -272,14 +272,14 @@ def attention(
         D_v=D_v,
         packing=varlen_packing(D, D_v, chosen.bits),
         recipe=chosen,
-        softmax=scores.resolved(D),
+        scores=scores.resolved(D),
         bshd=layout == "bshd",
         out_dtype=q.dtype if out_dtype is None else out_dtype,
         return_lse=return_lse,
         all_keys=k_cut.total,
     )
     call.check_places(1 if strategy == "ring" else pg.size())
-    packed = quantized_rank(call, q, k, v, rope, call.softmax.needs_lse_shift(return_lse))
+    packed = quantized_rank(call, q, k, v, rope, call.scores.needs_lse_shift(return_lse))
     out, lse = STRATEGIES[strategy](call, packed)
     return (out, lse) if return_lse else out
 
@@ -389,7 +389,7 @@ def attention_varlen(
         packing=varlen_packing(D, D_v, chosen.bits),
         recipe=chosen,
         # Causality is in the rows' bounds.
-        softmax=replace(scores, causal=False).resolved(D),
+        scores=replace(scores, causal=False).resolved(D),
         bshd=True,
         out_dtype=q.dtype if out_dtype is None else out_dtype,
         return_lse=return_lse,
@@ -398,7 +398,7 @@ def attention_varlen(
     call.check_places(pg.size())
     row_bounds, block_bounds, in_sequence = bounds_of_rows(call, cu_seqlens_q, cu_seqlens_k, causal)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    packed = quantized_rank(call, q, k, v, None, call.softmax.needs_lse_shift(return_lse))
+    packed = quantized_rank(call, q, k, v, None, call.scores.needs_lse_shift(return_lse))
     out, lse = allgather.run(call, packed, (row_bounds, block_bounds))
     nan = float("nan")
     out = torch.where(in_sequence[:, None, None], out[0], torch.full_like(out[0], nan))

@@ -44,7 +44,7 @@ class Call:
     D_v: int
     packing: Packing
     recipe: Recipe
-    softmax: ScoreOptions
+    scores: ScoreOptions
     bshd: bool
     out_dtype: torch.dtype
     return_lse: bool
@@ -157,7 +157,7 @@ def attend(
             n_len=rank_kv.n_len,
             d=call.D,
             d_v=call.D_v,
-            softmax=replace(call.softmax, sinks=sinks),
+            scores=replace(call.scores, sinks=sinks),
             bshd=bshd,
             recipe=call.recipe,
         )

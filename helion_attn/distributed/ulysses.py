@@ -168,8 +168,8 @@ def run(call: Call, packed: PackedTensors) -> tuple[torch.Tensor, torch.Tensor]:
     )
     rank_kv = RankKV(rows, b, chunks, call.k_cut.total, mean_of_all(rows, b, call.k_cut, mine.v_mean))
     sinks = None
-    if call.softmax.sinks is not None:
-        sinks = call.softmax.sinks[call.rank * s.heads : (call.rank + 1) * s.heads].contiguous()
+    if call.scores.sinks is not None:
+        sinks = call.scores.sinks[call.rank * s.heads : (call.rank + 1) * s.heads].contiguous()
     out, lse = empty_outputs(call, mine.q_descale, s.heads, cut.total, bshd=True)
     attend(call, mine, rank_kv, out, lse, True, sinks)
     # [ranks, B, M, heads, D_v]

@@ -515,18 +515,18 @@ def launch(
     sizes, choices = a.sizes(), a.choices()
     if rank_chunks is not None:
         # Positions, and not rows, are what edges are measured in.
-        sizes |= {"left": min(a.softmax.left, MAX_POSITION), "right": min(a.softmax.right, MAX_POSITION)}
+        sizes |= {"left": min(a.scores.left, MAX_POSITION), "right": min(a.scores.right, MAX_POSITION)}
     is_split_kv = splits > 1
     # Two to it are the rows of a query.
     group_log2 = (sizes["group"] - 1).bit_length() if pack_gqa else 0
     # Splits are BHSD, and without sinks.
     partial_out = out.new_empty((splits * lse.numel(), out.size(-1)), dtype=torch.float32) if is_split_kv else out
     partial_lse = lse.new_empty((splits, lse.numel())) if is_split_kv else lse
-    split_sinks = None if is_split_kv else a.softmax.sinks
+    split_sinks = None if is_split_kv else a.scores.sinks
     two_level = a.recipe.is_two_level(tile.two_level)
     block_max = two_level and v8.dtype.itemsize == 1
     schraudolph_exp2 = block_max and takes_bits(v8.dtype, tile.D_pad)
-    half_scores = schraudolph_exp2 and a.recipe.half_scores and a.softmax.is_linear
+    half_scores = schraudolph_exp2 and a.recipe.half_scores and a.scores.is_linear
     split_v = two_level and v8.size(2) > MAX_FRESH_D
     block_sparse = a.block_mask.lists is not None
     # Heads that share tiles have descales of their own.
@@ -583,9 +583,9 @@ def launch(
             "head_group": choice.head_group,
             "chunks": chunks,
             "key_magic": magic(chunks.key_chunk_blocks),
-            "scales": a.softmax.scales(),
+            "scales": a.scores.scales(),
             "spec": spec,
         }
     )
     if is_split_kv:
-        merge_splits(partial_out, partial_lse, out, lse, a.bshd, a.softmax.sinks)
+        merge_splits(partial_out, partial_lse, out, lse, a.bshd, a.scores.sinks)

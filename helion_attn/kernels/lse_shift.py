@@ -133,10 +133,10 @@ def launch(a: DecodeArgs, q: StridedRows, unit: int) -> torch.Tensor | None:
             "q_h_step": q.h_step,
             "q_s_step": q.s_step,
             # An edge further away hides nothing, and might not fit 32 bits.
-            "right": min(a.softmax.right, M),
-            "scale": a.softmax.scale / (1.0 if a.softmax.softcap is None else a.softmax.softcap),
+            "right": min(a.scores.right, M),
+            "scale": a.scores.scale / (1.0 if a.scores.softcap is None else a.scores.softcap),
             "spec": LseShiftSpec(
-                d=D, d_step=q.d_step, unit=unit, d_pad=d_pad, has_right=a.softmax.right >= 0, is_cuda=a.q.is_cuda
+                d=D, d_step=q.d_step, unit=unit, d_pad=d_pad, has_right=a.scores.right >= 0, is_cuda=a.q.is_cuda
             ),
         }
     )

@@ -56,7 +56,7 @@ def attention_args(a: DenseArgs, packed: PackedTensors) -> AttentionArgs:
         n_len=a.k.size(2),
         d=a.q.size(3),
         d_v=a.v.size(3),
-        softmax=a.softmax,
+        scores=a.scores,
         bshd=a.bshd,
         out_dtype=a.out_dtype,
         recipe=a.recipe,

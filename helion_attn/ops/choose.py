@@ -38,7 +38,7 @@ class Shape(NamedTuple):
     m_len: int
     d: int
     d_v: int
-    softmax: ScoreOptions
+    scores: ScoreOptions
     recipe: Recipe
     num_splits: int | None
     block_sparse: bool
@@ -54,7 +54,7 @@ def shape_of(a: AttentionArgs, of: Literal["dense", "varlen", "ranks"] = "dense"
         m_len=a.m_len,
         d=a.d,
         d_v=a.d_v,
-        softmax=a.softmax,
+        scores=a.scores,
         recipe=a.recipe,
         num_splits=a.num_splits,
         block_sparse=a.block_mask.lists is not None,
@@ -72,7 +72,7 @@ def shape_of_dense(a: DenseArgs) -> Shape:
         m_len=M,
         d=D,
         d_v=a.v.size(3),
-        softmax=a.softmax,
+        scores=a.scores,
         recipe=a.recipe,
         num_splits=a.num_splits,
         block_sparse=a.block_mask.lists is not None,
@@ -96,15 +96,15 @@ def choose(shape: Shape, sm_count: int, unpacked: DenseArgs | None = None) -> Ch
         sm_count: SMs of the GPU.
         unpacked: the call, if its Q is not packed yet.
     """
-    softmax = shape.softmax
+    scores = shape.scores
     load = shape.heads[0] * shape.blocks[0] / sm_count
-    choice = Choice(_tile(shape.of, shape.d, shape.d_v, softmax.right >= 0, shape.recipe.bits, load))
+    choice = Choice(_tile(shape.of, shape.d, shape.d_v, scores.right >= 0, shape.recipe.bits, load))
     if shape.of == "dense" and not isinstance(choice.tile, LargeTileConfig):
         splits, pack_gqa = 1, False
         # How many key blocks a row block of a mask visits, and which heads visit the same, is on the GPU alone.
         if not shape.block_sparse:
             pack_gqa, splits = scheduling.schedule(
-                choice.tile, shape.heads, shape.blocks, shape.m_len, softmax.left, softmax.right, sm_count
+                choice.tile, shape.heads, shape.blocks, shape.m_len, scores.left, scores.right, sm_count
             )
         choice = Choice(choice.tile, splits if shape.num_splits is None else shape.num_splits, pack_gqa)
     if unpacked is not None and unpacked.norm.q_weight is None:
@@ -154,7 +154,7 @@ def _programs(a: Shape, choice: Choice) -> tuple[int, int]:
 
 def head_group(a: Shape, choice: Choice, sm_count: int) -> int:
     """How many heads come at once; of sequences that follow each other, the programs of those."""
-    if not (a.softmax.rows_differ or a.block_sparse) or choice.splits > 1:
+    if not (a.scores.rows_differ or a.block_sparse) or choice.splits > 1:
         return 1
     if a.of == "varlen":
         return scheduling.group_programs(sm_count, choice.tile.ctas_per_sm)
@@ -204,8 +204,8 @@ def _why_splits(a: Shape, choice: Choice, sm_count: int) -> str:
     of_all = f"{programs} programs for the {resident} that the GPU holds at once"
     if choice.splits > 1:
         return f"keys are split: {of_all} leave a part of it idle"
-    seen = scheduling.visible_key_blocks(a.blocks[1], a.softmax.left, a.softmax.right, tile.bm, tile.bn)
-    seen = min(seen, scheduling.mean_key_blocks(a.blocks[1], a.m_len, a.softmax.right, tile.bn))
+    seen = scheduling.visible_key_blocks(a.blocks[1], a.scores.left, a.scores.right, tile.bm, tile.bn)
+    seen = min(seen, scheduling.mean_key_blocks(a.blocks[1], a.m_len, a.scores.right, tile.bn))
     if seen < (fewest := scheduling.MIN_SPLITS * scheduling.MIN_SPLIT_BLOCKS):
         return f"keys are not split: a program sees {seen} blocks of them, and merging pays from {fewest} on"
     return f"keys are not split: there are {of_all}, and splits would not be {scheduling.SPLIT_GAIN} times as fast"

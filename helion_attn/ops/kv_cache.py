@@ -38,14 +38,14 @@ def _launch_decode(a: DecodeArgs) -> tuple[torch.Tensor, torch.Tensor]:
         if splits is None:
             programs = B * H_kv * -(-queries // tile.bm) * prefill.parts_of_v(a.cache.v8.size(2))
             queries_of_tile = -(-tile.bm * H_kv // H) + 1
-            pages = scheduling.visible_key_blocks(max_pages, a.softmax.left, 0, queries_of_tile, a.cache.page_size)
+            pages = scheduling.visible_key_blocks(max_pages, a.scores.left, 0, queries_of_tile, a.cache.page_size)
             splits = scheduling.key_splits(programs, pages, sms, tile.ctas_per_sm, scheduling.MIN_PAGES)
         prefill.launch(a, min(splits, most), out, lse)
         return out, lse
     rows = scheduling.decode_rows(queries)
     if splits is None:
         # The last query sees no keys after its own.
-        pages = scheduling.visible_key_blocks(max_pages, a.softmax.left, 0, M, a.cache.page_size)
+        pages = scheduling.visible_key_blocks(max_pages, a.scores.left, 0, M, a.cache.page_size)
         ctas_per_sm = decode.decode_tile(a.cache, rows).ctas_per_sm
         splits = scheduling.page_splits(B, B * H_kv * -(-queries // rows), pages, sms, ctas_per_sm)
     decode.launch(a, rows, min(splits, most), out, lse)

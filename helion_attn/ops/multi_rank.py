@@ -69,7 +69,7 @@ def _launch_gathered(a: MultiRankArgs) -> None:
         n_len=a.n_len,
         d=a.d,
         d_v=a.d_v,
-        softmax=a.softmax,
+        scores=a.scores,
         bshd=a.bshd,
         out_dtype=a.out.dtype,
         recipe=a.recipe,

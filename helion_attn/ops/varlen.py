@@ -71,7 +71,7 @@ def attend(a: VarlenArgs, packed: PackedVarlen) -> Outputs:
         n_len=a.k.size(0),
         d=a.q.size(2),
         d_v=a.v.size(2),
-        softmax=a.softmax,
+        scores=a.scores,
         bshd=True,
         out_dtype=a.out_dtype,
         recipe=a.recipe,

@@ -304,7 +304,7 @@ CHOICES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 def test_which_kernel(name: str, options: dict[str, Any], changed: dict[str, Any]) -> None:
     q = torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16)
     case = kernels.Case(
-        is_cuda=True, M=4096, N=4096, D=128, D_v=128, softmax=dense_problem(q, q, q, **options).softmax,
+        is_cuda=True, M=4096, N=4096, D=128, D_v=128, scores=dense_problem(q, q, q, **options).scores,
         block_sparse=False, has_lse_gradient=False, packed_sequences=False,
     )  # fmt: skip
     chosen = kernels.choose(case._replace(**changed))

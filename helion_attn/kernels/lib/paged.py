@@ -536,10 +536,10 @@ def launch_paged(
     parts = out.new_empty((splits * B * H * M, D_v), dtype=torch.float32) if in_parts else out.view(-1, D_v)
     part_lse = lse.new_empty(splits * B * H * M) if in_parts else lse.view(-1)
     swapped = a.bshd and not in_parts
-    k_dtype, scales = k8.dtype, a.softmax.scales()
+    k_dtype, scales = k8.dtype, a.scores.scales()
     int8_keys, larger_d = k_dtype == torch.int8, max(k8.size(3), v8.size(2))
     shift = lse_shift.launch(a, q, unit)
-    p_bits, half = takes_bits(v8.dtype, larger_d), takes_half_scores(k_dtype, larger_d, a.softmax.softcap is not None)
+    p_bits, half = takes_bits(v8.dtype, larger_d), takes_half_scores(k_dtype, larger_d, a.scores.softcap is not None)
     factors = a.cache.channel_factors
     spec = PagedSpec(
         rows=tile_rows,
@@ -556,15 +556,15 @@ def launch_paged(
         int8_keys=int8_keys,
         s_bias=INT8_SCORE_BIAS if int8_keys and a.q.is_cuda and not d_in_halves else 0.0,
         largest_score=MAX_PAGE_SCORE[k_dtype] * (1 + d_in_halves),
-        may_be_wide=a.softmax.softcap is None or scales.tanh_scale > MAX_PAGE_SCORE_LOG2,
+        may_be_wide=a.scores.softcap is None or scales.tanh_scale > MAX_PAGE_SCORE_LOG2,
         shift_lse=shift is not None,
         p_offset_log2=float(MAX_P_OFFSET_LOG2[v8.dtype]),
         p_bits=p_bits,
         half_scores=half,
         p_steps=E4M3_STEPS if p_bits else 1.0,
         p_one=E4M3_BITS_OF_ONE if p_bits else 0.0,
-        **a.softmax.choices(),
-        has_sinks=a.softmax.sinks is not None,
+        **a.scores.choices(),
+        has_sinks=a.scores.sinks is not None,
         is_cuda=a.q.is_cuda,
     )
     kernel.run(
@@ -576,7 +576,7 @@ def launch_paged(
             "v_descale": a.cache.v_descale.view(-1),
             "block_table": a.block_table.view(-1),
             "cache_seqlens": a.cache_seqlens,
-            "sinks": part_lse if a.softmax.sinks is None else a.softmax.sinks,
+            "sinks": part_lse if a.scores.sinks is None else a.scores.sinks,
             "out": parts,
             "lse": part_lse,
             "lse_shift": part_lse if shift is None else shift,
@@ -593,8 +593,8 @@ def launch_paged(
             "out_row_step": H if swapped else 1,
             "factor_rows": 1 if factors is None else factors.size(0),
             # An edge further away hides nothing, and might not fit 32 bits.
-            "left": min(a.softmax.left, max_pages * page_size),
-            "right": min(a.softmax.right, M),
+            "left": min(a.scores.left, max_pages * page_size),
+            "right": min(a.scores.right, M),
             "scales": scales,
             "spec": spec,
         }
