@@ -110,8 +110,8 @@ class ScoreOptions:
         """Return scaled scores as the softcap leaves them."""
         return s if self.softcap is None else self.softcap * torch.tanh(s / self.softcap)
 
-    def choices(self) -> dict[str, bool]:
-        """Which specialisation of the mask and of scores it takes."""
+    def spec_fields(self) -> dict[str, bool]:
+        """Return fields of the kernels' specs by name."""
         return {"has_left": self.left >= 0, "has_right": self.right >= 0, "has_softcap": self.softcap is not None}
 
 

@@ -223,14 +223,14 @@ class AttentionArgs(NamedTuple):
             "right": min(self.scores.right, self.m_len),
         }
 
-    def choices(self) -> dict[str, bool]:
-        """Which specialisation of the mask, of scores and of descales it takes."""
+    def spec_fields(self) -> dict[str, bool]:
+        """Return fields of the kernels' specs by name: those of the mask, of scores and of descales."""
         return {
             "q_row_descales": self.recipe.q_scales == "token",
             "k_block_descales": self.recipe.k_scales == "block",
             "v_channel_descales": self.recipe.v_scales == "channel",
             "has_lse_shift": self.packed.lse_shift is not None,
-            **self.scores.choices(),
+            **self.scores.spec_fields(),
         }
 
 
@@ -529,7 +529,7 @@ class PackArgs(NamedTuple):
         return configs.packing(self.q.size(3), self.v.size(3))
 
 
-class TransformArgs(NamedTuple):
+class TransformRowsArgs(NamedTuple):
     """Rows, rotated by position or by a Hadamard matrix, or reflected.
 
     Attributes:

@@ -512,7 +512,7 @@ def launch(
     q8, k8, v8 = a.packed.q8, a.packed.k8, a.packed.v8
     # Also stands for tensors that are not read: its view is there already.
     q_descale = a.packed.q_descale.view(-1)
-    sizes, choices = a.sizes(), a.choices()
+    sizes, spec_fields = a.sizes(), a.spec_fields()
     if rank_chunks is not None:
         # Positions, and not rows, are what edges are measured in.
         sizes |= {"left": min(a.scores.left, MAX_POSITION), "right": min(a.scores.right, MAX_POSITION)}
@@ -530,14 +530,14 @@ def launch(
     split_v = two_level and v8.size(2) > MAX_FRESH_D
     block_sparse = a.block_mask.lists is not None
     # Heads that share tiles have descales of their own.
-    choices["q_row_descales"] = choices["q_row_descales"] or pack_gqa
+    spec_fields["q_row_descales"] = spec_fields["q_row_descales"] or pack_gqa
     chunks = NO_CHUNKS if rank_chunks is None else rank_chunks
     query_tensors, query_spec = query_arguments(query, a, tile.bm)
     spec = AttentionSpec(
         s_bias=INT8_SCORE_BIAS if q8.dtype == torch.int8 and q8.is_cuda else 0.0,
         max_fused_scale=MAX_FUSED_HALF_SCALE_LOG2 if half_scores else MAX_FUSED_SCALE_LOG2[q8.dtype],
         p_offset_log2=float(a.recipe.p_offset),
-        **choices,
+        **spec_fields,
         has_sinks=split_sinks is not None,
         # The first block of a list need not be one that all rows see.
         first_block_max=first_block_max(q8.dtype, v8.dtype, tile.D_pad) and not block_sparse,

@@ -361,7 +361,7 @@ def launch(tile: LargeTileConfig, a: AttentionArgs, out: torch.Tensor, lse: torc
         s_bias=0.0,
         max_fused_scale=MAX_FUSED_SCALE_LOG2[torch.float8_e4m3fn],
         p_offset_log2=float(a.recipe.p_offset),
-        **a.choices(),
+        **a.spec_fields(),
         has_sinks=a.scores.sinks is not None,
         two_level=two_level,
         block_max=two_level,

@@ -20,7 +20,7 @@ from helion_attn.preprocess.sequences import Sequences
 from helion_attn.types import PackedTensors, Recipe
 
 
-class PackInputs(NamedTuple):
+class PackKernelInputs(NamedTuple):
     """What both kernels are given.
 
     Attributes:
@@ -127,7 +127,7 @@ def launch(
     signs, matrix, norm = like.new_empty(1), like.new_empty((1, 1)), 1.0
     if recipe.hadamard:
         signs, matrix, norm = rotation(D, source.D_row, recipe.hadamard_seed, like.device)
-    inputs = PackInputs(
+    inputs = PackKernelInputs(
         source=source,
         norms=norms,
         rope=rope,
@@ -200,7 +200,7 @@ def launch(
     )
 
 
-def _pack_kv(x: PackInputs, sum_lost: bool, note_peak: bool) -> PackedKV:
+def _pack_kv(x: PackKernelInputs, sum_lost: bool, note_peak: bool) -> PackedKV:
     """Pack K and V. Of packed sequences, each block is a head of its own."""
     source, t, recipe, like = x.source, x.tiling, x.recipe, x.stats.v_mean
     if x.sequences is None:
@@ -260,7 +260,7 @@ def _pack_kv(x: PackInputs, sum_lost: bool, note_peak: bool) -> PackedKV:
     return packed
 
 
-def _pack_q(x: PackInputs, needs_lse_shift: bool, packs: bool) -> PackedQ:
+def _pack_q(x: PackKernelInputs, needs_lse_shift: bool, packs: bool) -> PackedQ:
     """Pack Q, with each row's product with K's mean if `needs_lse_shift`; without `packs` no row of it."""
     source, t, recipe, like = x.source, x.tiling, x.recipe, x.stats.v_mean
     if x.sequences is None:

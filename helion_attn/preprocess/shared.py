@@ -37,7 +37,7 @@ from helion_attn.problem import (
     QuantizeRankArgs,
     RopeArgs,
     SampledTokens,
-    TransformArgs,
+    TransformRowsArgs,
 )
 from helion_attn.types import PackedTensors, Recipe
 
@@ -90,7 +90,7 @@ def _rotated(x: torch.Tensor, positions: torch.Tensor | None, of: SampledTokens,
     rows_bhsd = rows.permute(1, 2, 0, 3)
     rotated = rows_bhsd.new_empty(rows_bhsd.shape)
     angles = RopeArgs(rope.cos, rope.sin, at, None, rope.interleaved)
-    transform_rows.launch(TransformArgs(rows_bhsd, angles, None, False, False), rotated)
+    transform_rows.launch(TransformRowsArgs(rows_bhsd, angles, None, False, False), rotated)
     return rotated.permute(2, 0, 1, 3)
 
 

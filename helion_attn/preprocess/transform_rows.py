@@ -23,7 +23,7 @@ from helion_attn.kernels.lib.specs import RowSpec
 from helion_attn.kernels.lib.strided import common_unit, strided_rows
 from helion_attn.preprocess.lib.hadamard import rotation
 from helion_attn.preprocess.lib.tiling import PACK_ELEMENTS, ROTATED_TILES
-from helion_attn.problem import TransformArgs
+from helion_attn.problem import TransformRowsArgs
 
 
 class TransformSpec(NamedTuple):
@@ -123,7 +123,7 @@ def kernel(is_cuda: bool) -> Runner:
     return compiled(transform, Config(num_warps=8, indexing="pointer"))
 
 
-def launch(a: TransformArgs, out: torch.Tensor) -> None:
+def launch(a: TransformRowsArgs, out: torch.Tensor) -> None:
     """Write `out`, contiguous, in x's dtype and the layout that `a` asks for."""
     x, hadamard = a.x, a.hadamard_seed is not None
     B, H, S, D = x.shape

@@ -563,7 +563,7 @@ def launch_paged(
         half_scores=half,
         p_steps=E4M3_STEPS if p_bits else 1.0,
         p_one=E4M3_BITS_OF_ONE if p_bits else 0.0,
-        **a.scores.choices(),
+        **a.scores.spec_fields(),
         has_sinks=a.scores.sinks is not None,
         is_cuda=a.q.is_cuda,
     )
