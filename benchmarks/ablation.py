@@ -34,7 +34,7 @@ from devtools.sm90 import Sm90Kernel, compile_for_sm90, fake_cuda
 from devtools.workloads import Workload
 from helion_attn.compiler import triton_hook
 from helion_attn.compiler.helion_adapter import Config, helion_config
-from helion_attn.compiler.kernels import Compiled
+from helion_attn.compiler.runners import Compiled
 from helion_attn.configs import TileConfig, tile_config
 from helion_attn.kernels import attention
 from helion_attn.kernels.lib import schraudolph, steps

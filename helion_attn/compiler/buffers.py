@@ -46,7 +46,7 @@ class Fill(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A `kernels.Runner` and what it is run on, in the order of its parameters: buffers, numbers and its spec."""
+    """A `runners.Runner` and what it is run on, in the order of its parameters: buffers, numbers and its spec."""
 
     kernel: Any
     args: tuple[Any, ...]

@@ -51,8 +51,8 @@ import functools
 import torch
 
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, helion, helion_config, hl
-from helion_attn.compiler.kernels import Compiled, compiled, interpreted
 from helion_attn.compiler.passes.expected import expected_passes
+from helion_attn.compiler.runners import Compiled, compiled, interpreted
 from helion_attn.configs import MASK_BLOCK, MAX_FRESH_D, TileConfig
 from helion_attn.kernels.lib.block_max import update_block_max
 from helion_attn.kernels.lib.inline_asm import maximum

@@ -24,8 +24,8 @@ import functools
 import torch
 
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, helion, helion_config, hl
-from helion_attn.compiler.kernels import Compiled, compiled, interpreted
 from helion_attn.compiler.passes.expected import expected_passes
+from helion_attn.compiler.runners import Compiled, compiled, interpreted
 from helion_attn.configs import MAX_FRESH_D, MAX_PIECE, LargeTileConfig, largest_power_of_two
 from helion_attn.kernels.lib.keys import keys_of_head
 from helion_attn.kernels.lib.masks import masked_scores, visible_keys

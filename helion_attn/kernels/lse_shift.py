@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.kernels import Runner, compiled, interpreted
+from helion_attn.compiler.runners import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import fma
 from helion_attn.kernels.lib.strided import StridedRows
 from helion_attn.problem import DecodeArgs

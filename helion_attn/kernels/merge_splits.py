@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.kernels import Runner, compiled, interpreted
+from helion_attn.compiler.runners import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import maximum
 from helion_attn.kernels.lib.steps import to_out_dtype
 from helion_attn.numerics import LN2, LOG2E

@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.kernels import Runner, compiled, interpreted
+from helion_attn.compiler.runners import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import to_int8
 from helion_attn.kernels.lib.rope import rope_rows, rope_tables
 from helion_attn.kernels.lib.scalars import inverse_of_power

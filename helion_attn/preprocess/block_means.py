@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.kernels import Runner, compiled, interpreted
+from helion_attn.compiler.runners import Runner, compiled, interpreted
 from helion_attn.configs import MASK_BLOCK
 from helion_attn.kernels.lib.strided import common_unit, load_rows, strided_rows
 from helion_attn.problem import BlockMeansArgs

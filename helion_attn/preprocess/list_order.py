@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.kernels import Runner, compiled, interpreted
+from helion_attn.compiler.runners import Runner, compiled, interpreted
 
 #: Row blocks of a program, and as many that they are compared with at once: 8 pairs a thread.
 ROWS, COMPARED = 8, 128

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.kernels import Runner, compiled, interpreted
+from helion_attn.compiler.runners import Runner, compiled, interpreted
 from helion_attn.configs import MASK_BLOCK
 from helion_attn.kernels.lib.strided import WIDEST_LOAD
 from helion_attn.problem import MaskBitsArgs

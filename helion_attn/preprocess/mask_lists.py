@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.kernels import Runner, compiled, interpreted
+from helion_attn.compiler.runners import Runner, compiled, interpreted
 from helion_attn.preprocess import list_order
 from helion_attn.preprocess.mask_bits import UNSEEN
 from helion_attn.problem import MaskListsArgs

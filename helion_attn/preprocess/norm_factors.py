@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.kernels import Runner, compiled, interpreted
+from helion_attn.compiler.runners import Runner, compiled, interpreted
 from helion_attn.kernels.lib.norm import BY_HEAD, OVER_HEADS, Norm, Norms, no_norms
 from helion_attn.kernels.lib.strided import StridedQKV, load_rows
 from helion_attn.problem import NormArgs

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, Config, helion, hl
-from helion_attn.compiler.kernels import Runner, compiled, interpreted
+from helion_attn.compiler.runners import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import maximum
 from helion_attn.kernels.lib.rotate import with_factors
 from helion_attn.kernels.lib.row_layout import row_tile, rows_descale, rows_scale, rows_to_dtype, store_tile

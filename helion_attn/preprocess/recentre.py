@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.kernels import Runner, compiled, interpreted
+from helion_attn.compiler.runners import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import maximum
 from helion_attn.kernels.lib.steps import to_descale
 from helion_attn.kernels.lib.strided import StridedQKV, row_channels

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.kernels import Runner, compiled, interpreted
+from helion_attn.compiler.runners import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import maximum, minimum
 from helion_attn.kernels.lib.norm import NO_NORM, OVER_HEADS, Norms
 from helion_attn.kernels.lib.rope import NO_ROPE, RopeTables, rope_rows

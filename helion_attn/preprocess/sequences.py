@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.kernels import Runner, compiled, interpreted
+from helion_attn.compiler.runners import Runner, compiled, interpreted
 from helion_attn.configs import Q_FIELDS, blocks_for
 
 #: Fields of a block of K and V: the sequence; the block's first token; how many follow in the sequence. The fourth,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.kernels import Runner, compiled, interpreted
+from helion_attn.compiler.runners import Runner, compiled, interpreted
 from helion_attn.configs import packing, row_width
 from helion_attn.kernels.lib.norm import NO_NORM
 from helion_attn.kernels.lib.reflect import reflected_channels

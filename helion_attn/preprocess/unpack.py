@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.kernels import Runner, compiled, interpreted
+from helion_attn.compiler.runners import Runner, compiled, interpreted
 from helion_attn.kernels.lib.reflect import reflect_rows, reflected_channels
 from helion_attn.types import PackedTensors, Recipe
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from helion_attn.compiler.helion_adapter import hl
-from helion_attn.compiler.kernels import Runner
+from helion_attn.compiler.runners import Runner
 from helion_attn.configs import MAX_PIECE
 from helion_attn.kernels import lse_shift
 from helion_attn.kernels.lib.block_max import update_block_max
