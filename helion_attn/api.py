@@ -49,7 +49,7 @@ from helion_attn.validate.dense import (
     check_splits,
 )
 from helion_attn.validate.derivatives import needs_gradient
-from helion_attn.validate.packed import check_quantized
+from helion_attn.validate.quantized import check_quantized
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexMask

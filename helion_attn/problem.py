@@ -258,7 +258,7 @@ class Choice(NamedTuple):
 
 
 class RankChunks(NamedTuple):
-    """Where keys and rows lie whose chunks come from several ranks, as `kernels.lib.multi_rank` has it.
+    """Where keys and rows lie whose chunks come from several ranks, as `kernels.lib.rank_chunks` has it.
 
     Attributes:
         row_chunk_blocks: query blocks of a chunk of rows.
@@ -487,7 +487,7 @@ class QuantizeRankArgs(NamedTuple):
 
     Attributes:
         q: and the rest, as in `QuantizeArgs`.
-        kv_sample: sampled keys of all ranks, [rows, B, H_kv, columns], as `preprocess.shared` lays them.
+        kv_sample: sampled keys of all ranks, [rows, B, H_kv, columns], as `preprocess.rank_samples` lays them.
         q_sample: sampled rows of Q, likewise, with `recipe.equalise`; otherwise None.
         v_largest: [B, H_kv, D_v], the largest magnitudes of V of all ranks.
         all_keys: of all ranks.

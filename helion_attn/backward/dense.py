@@ -53,7 +53,7 @@ class BackwardArgs(NamedTuple):
 
 
 def _launch(a: DenseArgs) -> tuple[torch.Tensor, ...]:
-    from helion_attn.preprocess.quantize import quantize_qkv
+    from helion_attn.preprocess.pipeline import quantize_qkv
 
     packed = quantize_qkv(a)
     return *attend(attention_args(a, packed), choose(shape_of_dense(a), sm_count(a.q))), *all_tensors(packed)

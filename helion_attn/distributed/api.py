@@ -18,7 +18,7 @@ from helion_attn.distributed import allgather, collectives, ring, ulysses
 from helion_attn.distributed.call import Call
 from helion_attn.distributed.collectives import Group
 from helion_attn.distributed.cut import Cut, cut_of
-from helion_attn.distributed.packed import bounds_of_rows
+from helion_attn.distributed.packed_sequences import bounds_of_rows
 from helion_attn.distributed.prepare import all_lengths, exchanged, quantized_rank
 from helion_attn.names import reject_unknown_kwargs
 from helion_attn.options import DenseOptions, ScoreOptions

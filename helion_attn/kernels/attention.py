@@ -189,7 +189,7 @@ def fp8_attn_fwd(
 
     With `split_v` P V is two products, of half of V's channels each.
 
-    With `multi_rank` K and V are in chunks, of several ranks, and so may the rows be: `kernels.lib.multi_rank` says
+    With `multi_rank` K and V are in chunks, of several ranks, and so may the rows be: `kernels.lib.rank_chunks` says
     where each lies, and what `chunks` are. k8 and v8 have one head then, of all blocks, and out and lse have the rows
     of all chunks. There is no `varlen`, `is_split_kv` or `pack_gqa`. With `row_ranges` besides, a row sees the keys
     from one position up to another: `row_bounds` has these of every row, `block_bounds` what follows of a block's key

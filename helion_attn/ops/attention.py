@@ -67,7 +67,7 @@ def attention_args(a: DenseArgs, packed: PackedTensors) -> AttentionArgs:
 
 def _launch(a: DenseArgs) -> Outputs:
     from helion_attn.kernels.lib.query import Query
-    from helion_attn.preprocess.quantize import quantize_qkv
+    from helion_attn.preprocess.pipeline import quantize_qkv
 
     choice = choose(shape_of_dense(a), sm_count(a.q), a)
     packed = attention_args(a, quantize_qkv(a, packs_q=not choice.quantises_q))

@@ -21,21 +21,21 @@ from helion_attn.types import PackedTensors
 
 
 def _launch_describe(a: DescribeRankArgs) -> torch.Tensor:
-    from helion_attn.preprocess import shared
+    from helion_attn.preprocess import rank_samples
 
-    return shared.describe(a)
+    return rank_samples.describe(a)
 
 
 def _fake_describe(a: DescribeRankArgs) -> torch.Tensor:
-    from helion_attn.preprocess import shared
+    from helion_attn.preprocess import rank_samples
 
-    return a.q.new_empty(shared.kv_sample_shape(a))
+    return a.q.new_empty(rank_samples.kv_sample_shape(a))
 
 
 def _launch_quantize(a: QuantizeRankArgs) -> tuple[torch.Tensor, ...]:
-    from helion_attn.preprocess import shared
+    from helion_attn.preprocess import rank_samples
 
-    return all_tensors(shared.quantize(a))
+    return all_tensors(rank_samples.quantize(a))
 
 
 def blocks_of(gathered: torch.Tensor, offset: int, dtype: torch.dtype, block: tuple[int, int]) -> torch.Tensor:

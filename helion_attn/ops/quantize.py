@@ -61,7 +61,7 @@ def all_tensors(packed: PackedTensors) -> tuple[torch.Tensor, ...]:
 
 
 def _launch_quantize(a: QuantizeArgs) -> tuple[torch.Tensor, ...]:
-    from helion_attn.preprocess.quantize import quantize_qkv
+    from helion_attn.preprocess.pipeline import quantize_qkv
 
     return all_tensors(quantize_qkv(a))
 
@@ -80,7 +80,7 @@ def empty_quantized(a: DenseArgs | QuantizeArgs | QuantizeRankArgs) -> tuple[tor
 
 
 def _launch_pack(a: PackArgs) -> tuple[torch.Tensor, ...]:
-    from helion_attn.preprocess.quantize import pack_qkv
+    from helion_attn.preprocess.pipeline import pack_qkv
 
     return pack_qkv(a)
 

@@ -43,7 +43,7 @@ class PackedVarlen(PackedTensors):
 
 def quantize(a: VarlenArgs) -> PackedVarlen:
     """Every sequence by itself, quantised and packed."""
-    from helion_attn.preprocess.quantize import quantize_varlen
+    from helion_attn.preprocess.pipeline import quantize_varlen
 
     packed, q_blocks = quantize_varlen(a)
     return PackedVarlen(**vars(packed), q_blocks=q_blocks)

@@ -66,7 +66,7 @@ def exact(*changes: str) -> Any:
 def with_oracle(monkeypatch: pytest.MonkeyPatch, *changes: str) -> None:
     attention, attention_varlen = exact(*changes)
     monkeypatch.setattr(ours, "attention", attention)
-    monkeypatch.setattr("helion_attn.integrations.masks.attention_varlen", attention_varlen)
+    monkeypatch.setattr("helion_attn.integrations.mask_tensors.attention_varlen", attention_varlen)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -102,7 +102,7 @@ def test_outputs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     ha.register_diffusers(recipe="balanced")
     monkeypatch.setattr(ours, "attention", modelled)
-    monkeypatch.setattr("helion_attn.integrations.masks.attention_varlen", modelled_varlen)
+    monkeypatch.setattr("helion_attn.integrations.mask_tensors.attention_varlen", modelled_varlen)
     # The kernel's sums have another order, which may flip roundings.
     assert errors["balanced"] < 1.5 * relative_error(run(name, NAME), native) + 1e-3
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from helion_attn.compiler.helion_adapter import hl
-from helion_attn.kernels.lib.multi_rank import (
+from helion_attn.kernels.lib.rank_chunks import (
     block_address,
     blocks_before,
     chunk_of_block,

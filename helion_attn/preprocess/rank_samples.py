@@ -177,7 +177,7 @@ def of_all_ranks(
 
 
 def quantize(a: QuantizeRankArgs) -> PackedTensors:
-    """A rank's Q, K and V in the packed format, with the constants of all ranks: as `preprocess.quantize_qkv`."""
+    """A rank's Q, K and V in the packed format, with the constants of all ranks: as `pipeline.quantize_qkv`."""
     source = strided_qkv(a.q, a.k, a.v, a.packing.D_pad, a.packing.D_v_pad)
     unused = a.q.new_empty(1, dtype=torch.float32)
     norms, rope = no_norms(unused), rope_tables(a.rope, source.D_row, unused)
