@@ -14,7 +14,7 @@ import torch
 
 from helion_attn import configs
 from helion_attn.configs import LargeTileConfig, Packing, TileConfig
-from helion_attn.options import ScoreOptions
+from helion_attn.options import ScoreOptions, ScoreSpec
 from helion_attn.types import BlockMask, PackedTensors, PagedKVCache, Recipe, RMSNorm, Rope
 
 
@@ -223,14 +223,16 @@ class AttentionArgs(NamedTuple):
             "right": min(self.scores.right, self.m_len),
         }
 
+    def score_spec(self) -> ScoreSpec:
+        """Return what kernels are compiled for of the scores."""
+        return self.scores.spec(has_lse_shift=self.packed.lse_shift is not None)
+
     def spec_fields(self) -> dict[str, bool]:
-        """Return fields of the kernels' specs by name: those of the mask, of scores and of descales."""
+        """Return fields of the kernels' specs by name: those of descales."""
         return {
             "q_row_descales": self.recipe.q_scales == "token",
             "k_block_descales": self.recipe.k_scales == "block",
             "v_channel_descales": self.recipe.v_scales == "channel",
-            "has_lse_shift": self.packed.lse_shift is not None,
-            **self.scores.spec_fields(),
         }
 
 

@@ -239,7 +239,7 @@ def fp8_attn_fwd(
         blocks = list_steps.row_blocks * (MASK_BLOCK // bm)
         hl.specialize(k_descale.stride(0))
     grid_heads = splits * head_size if spec.is_split_kv else head_size
-    rows_differ = spec.block_sparse or (spec.has_right and not spec.has_left)
+    rows_differ = spec.block_sparse or spec.scores.rows_differ
     heads_at_once = head_group if rows_differ and not (spec.varlen or spec.is_split_kv) else 1
     for grid_group, program in hl.grid([grid_heads // heads_at_once, blocks * heads_at_once]):
         grid_head = grid_group * heads_at_once + program % heads_at_once
@@ -266,7 +266,7 @@ def fp8_attn_fwd(
                 q, cos, sin, q_positions, k_mean, channel_factors, kv, head_offset * spec.query.unit, rows.begin +
                 hl.arange(bm), q_s_step * spec.query.unit, m_len, n_len - m_len, table_rows, bm, d_pad, k8.dtype, spec,
             )  # fmt: skip
-            if spec.has_lse_shift:
+            if spec.scores.has_lse_shift:
                 # Read again behind the loop, which has no registers for it.
                 hl.store(lse_shift, [packed_rows], lse_shift_of_rows)
                 if spec.is_cuda:
@@ -296,9 +296,9 @@ def fp8_attn_fwd(
         else:
             max_fused_k_scale = spec.max_fused_scale / q_scale_log2
         # [bm], what smooth-K took from all of a row's scores
-        scaled_lse_shift = hl.zeros([bm], dtype=torch.float32)
-        if spec.lse_shift_in_scores:
-            scaled_lse_shift = hl.load(lse_shift, [packed_rows]) * scales.qk_scale
+        lse_shift_scaled = hl.zeros([bm], dtype=torch.float32)
+        if spec.scores.lse_shift_in_scores:
+            lse_shift_scaled = hl.load(lse_shift, [packed_rows]) * scales.qk_scale
         m_i = hl.full([bm], NO_KEY if spec.block_max else float("-inf"), dtype=torch.float32)
         m_run = m_i
         l_i = hl.zeros([bm] if spec.schraudolph_exp2 else [bm, l_lanes], dtype=torch.float32)
@@ -330,7 +330,7 @@ def fp8_attn_fwd(
             k_block, v_block, v_high, chunk = block_of_keys(k8, v8, j, kv, head_first, key_magic, chunks, spec)
             # [bm, bn]
             s = scores(q_tile, k_block.transpose(0, 1), bm, bn, spec.half_scores, spec.is_cuda)
-            s, s_scale_log2 = softmax_input(s, s_scale_log2, scales, scaled_lse_shift, spec)
+            s, s_scale_log2 = softmax_input(s, s_scale_log2, scales, lse_shift_scaled, spec)
             # Blocks at an edge of what is visible, those that references come from, and those of a large scale: one
             # branch for all.
             edge = at_edge(j, chunk, entry_at_hand, n_unmasked, n_full, chunks, spec)
@@ -349,7 +349,7 @@ def fp8_attn_fwd(
                 )
                 positions = first_key + hl.arange(bn)
                 on_diagonal = rows_on_diagonal(row_begin, diagonal, n_len - m_len, bm, spec)
-                visible = visible_keys(positions, on_diagonal, keys_end, left, right, spec)
+                visible = visible_keys(positions, on_diagonal, keys_end, left, right, spec.scores)
                 visible = within_bounds(visible, positions, keys_from, keys_up_to, spec.row_ranges)
                 visible = within_tile(visible, tile_of, tiles, entry_idx, entry_at_hand, row_begin, bm, bn, spec)
                 s = masked_scores(s, visible, bm, bn, spec)
@@ -412,11 +412,11 @@ def fp8_attn_fwd(
                         k_scale = k_descale_of(k_descale, i, kv, first_descale, n_blocks, spec)
                     # [bm, bn]
                     s = scores(q_tile, k_block_again.transpose(0, 1), bm, bn, False, spec.is_cuda)
-                    s, s_scale_log2 = softmax_input(s, q_scale_log2 * k_scale, scales, scaled_lse_shift, spec)
+                    s, s_scale_log2 = softmax_input(s, q_scale_log2 * k_scale, scales, lse_shift_scaled, spec)
                     s = scaled(s - spec.softmax_bias, s_scale_log2, spec.softmax_row_descales)
                     positions = first_again + hl.arange(bn)
                     on_diagonal = rows_on_diagonal(row_begin, diagonal, n_len - m_len, bm, spec)
-                    visible = visible_keys(positions, on_diagonal, end_again, left, right, spec)
+                    visible = visible_keys(positions, on_diagonal, end_again, left, right, spec.scores)
                     visible = within_bounds(visible, positions, keys_from, keys_up_to, spec.row_ranges)
                     s = masked_scores(s, visible, bm, bn, spec)
                     p8, alpha, _, m_i, l_i = online_softmax_step(
@@ -435,9 +435,9 @@ def fp8_attn_fwd(
             m_keys = torch.where(row_sum == 0.0, float("-inf"), m_i)
         # [bm], of each row its query, and its head: in the output, and in the splits
         query, head, split_head, row_in_range = queries_of_rows(rows, grid_head, group, bm, spec)
-        if spec.lse_shift_in_lse:
-            scaled_lse_shift = hl.load(lse_shift, [packed_rows]) * scales.qk_scale
-        if spec.has_sinks:
+        if spec.scores.lse_shift_in_lse:
+            lse_shift_scaled = hl.load(lse_shift, [packed_rows]) * scales.qk_scale
+        if spec.scores.has_sinks:
             if spec.pack_gqa:
                 sink = hl.load(sinks, [head % heads])
             else:
@@ -445,12 +445,12 @@ def fp8_attn_fwd(
             # [bm], as far below the whole scores' as these scores are. Added to 0 the product is rounded here; left
             # alone, the subtractions below take it in as FMAs, and a large one differs from itself.
             sink_log2 = hl.zeros([bm], dtype=torch.float32) + sink * LOG2E
-            if spec.lse_shift_in_lse:
-                sink_log2 = sink_log2 - scaled_lse_shift
+            if spec.scores.lse_shift_in_lse:
+                sink_log2 = sink_log2 - lse_shift_scaled
             rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, spec)
         # Before the output: with it after, ptxas waits for each single product where Q, K and V are of 16 bits.
         lse_rows = (split_head if spec.is_split_kv else head) * m_len + query
-        store_lse(lse, m_i, total, scaled_lse_shift, lse_rows, row_in_range, spec.lse_shift_in_lse)
+        store_lse(lse, m_i, total, lse_shift_scaled, lse_rows, row_in_range, spec.scores.lse_shift_in_lse)
         out_rows = out_rows_of(query, head, split_head, heads, m_len, out_head_step, out_row_step, spec)
         if spec.split_v and not both_covered:
             mean_high, descale_high = v_rows(
@@ -538,7 +538,7 @@ def launch(
         max_fused_scale=MAX_FUSED_HALF_SCALE_LOG2 if half_scores else MAX_FUSED_SCALE_LOG2[q8.dtype],
         p_offset_log2=float(a.recipe.p_offset),
         **spec_fields,
-        has_sinks=split_sinks is not None,
+        scores=a.score_spec()._replace(has_sinks=split_sinks is not None),
         # The first block of a list need not be one that all rows see.
         first_block_max=first_block_max(q8.dtype, v8.dtype, tile.D_pad) and not block_sparse,
         two_level=two_level,

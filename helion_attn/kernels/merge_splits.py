@@ -32,7 +32,7 @@ class MergeSpec(NamedTuple):
         at_once: splits that a program reads at once.
         d_row: the power of two that holds a row.
         has_sinks: a head has one more logit.
-        has_lse_shift: rows have a `scaled_lse_shift` that all of their lse lack.
+        has_lse_shift: rows have a `lse_shift_scaled` that all of their lse lack.
         is_cuda: the kernel is compiled; otherwise interpreted.
     """
 
@@ -47,7 +47,7 @@ def merge_splits_kernel(
     partial_out: torch.Tensor,  # [splits * B * H * M, D_v]
     partial_lse: torch.Tensor,  # [splits, B * H * M]
     sinks: torch.Tensor,  # [H] if has_sinks
-    scaled_lse_shift: torch.Tensor,  # [B * H * M] if has_lse_shift
+    lse_shift_scaled: torch.Tensor,  # [B * H * M] if has_lse_shift
     out: torch.Tensor,  # [B * H * M, D_v], written
     lse: torch.Tensor,  # [B * H * M], written
     heads: int,
@@ -61,7 +61,7 @@ def merge_splits_kernel(
     d = hl.specialize(partial_out.size(1))
     # Known strides keep loads 16 bytes wide.
     hl.specialize((partial_out.stride(0), partial_out.stride(1), out.stride(0), out.stride(1)))
-    hl.specialize((partial_lse.stride(1), sinks.stride(0), scaled_lse_shift.stride(0), lse.stride(0)))
+    hl.specialize((partial_lse.stride(1), sinks.stride(0), lse_shift_scaled.stride(0), lse.stride(0)))
     for r in hl.grid(total_rows):
         # [D_row]
         cols = hl.arange(spec.d_row)
@@ -107,7 +107,7 @@ def merge_splits_kernel(
         hl.store(out, [out_row, cols], to_out_dtype(o, out.dtype), extra_mask=cols < d)
         lse_of_row = finite_largest + torch.log2(sum_of_weights) * LN2
         if spec.has_lse_shift:
-            lse_of_row = lse_of_row + hl.load(scaled_lse_shift, [r])
+            lse_of_row = lse_of_row + hl.load(lse_shift_scaled, [r])
         lse[r] = lse_of_row
 
 
@@ -127,7 +127,7 @@ def merge_splits(
     lse: torch.Tensor,
     bshd: bool,
     sinks: torch.Tensor | None = None,
-    scaled_lse_shift: torch.Tensor | None = None,
+    lse_shift_scaled: torch.Tensor | None = None,
 ) -> None:
     """Write `out` and `lse`.
 
@@ -138,7 +138,7 @@ def merge_splits(
         lse: fp32 [B, H, M], natural log.
         bshd: the layout of `out`.
         sinks: fp32 [H], of which no split has, or None.
-        scaled_lse_shift: fp32 [B * H * M], added to `lse`, or None.
+        lse_shift_scaled: fp32 [B * H * M], added to `lse`, or None.
     """
     _, H, M = lse.shape
     flat_lse = lse.view(-1)
@@ -149,7 +149,7 @@ def merge_splits(
             "partial_out": partial_out,
             "partial_lse": partial_lse,
             "sinks": flat_lse if sinks is None else sinks,
-            "scaled_lse_shift": flat_lse if scaled_lse_shift is None else scaled_lse_shift,
+            "lse_shift_scaled": flat_lse if lse_shift_scaled is None else lse_shift_scaled,
             "out": out.view(-1, out.size(-1)),
             "lse": flat_lse,
             "heads": H,
@@ -160,7 +160,7 @@ def merge_splits(
                 at_once,
                 d_row,
                 has_sinks=sinks is not None,
-                has_lse_shift=scaled_lse_shift is not None,
+                has_lse_shift=lse_shift_scaled is not None,
                 is_cuda=out.is_cuda,
             ),
         }

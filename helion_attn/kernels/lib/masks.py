@@ -8,6 +8,7 @@ import torch
 
 from helion_attn.compiler.helion_adapter import hl
 from helion_attn.kernels.lib.specs import AttentionSpec, PagedSpec
+from helion_attn.options import ScoreSpec
 
 
 class Bounds(NamedTuple):
@@ -28,7 +29,7 @@ def visible_keys(
     n_len: int | torch.Tensor,  # [], like the next two
     left: int | torch.Tensor,
     right: int | torch.Tensor,
-    spec: AttentionSpec | PagedSpec,
+    spec: ScoreSpec | PagedSpec,
 ) -> torch.Tensor:
     """[bm, bn], or [1, bn] without a window: what a row sees of a key block."""
     keys = keys.unsqueeze(0)

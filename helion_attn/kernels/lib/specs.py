@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from helion_attn.options import ScoreSpec
+
 
 class RowSpec(NamedTuple):
     """What is done to rows of Q or K before they are scaled: `lib.row_layout.row_tile`.
@@ -79,11 +81,7 @@ class AttentionSpec(NamedTuple):
         q_row_descales: Q has a descale a row; otherwise a block.
         k_block_descales: K has a descale a block; otherwise a head.
         v_channel_descales: V has a descale a channel; otherwise a head.
-        has_lse_shift: smooth-K took `lse_shift` from a row's scores, and somebody sees it.
-        has_left: a window ends to the left.
-        has_right: a window or causality ends to the right.
-        has_softcap: scores have a softcap.
-        has_sinks: a head has one more logit.
+        scores: which there are, and what is done to them.
         two_level: P V is summed in fp32, a product a block.
         block_max: P is relative to its block's own maximum.
         is_cuda: the kernel is compiled; otherwise interpreted.
@@ -110,11 +108,7 @@ class AttentionSpec(NamedTuple):
     q_row_descales: bool
     k_block_descales: bool
     v_channel_descales: bool
-    has_lse_shift: bool
-    has_left: bool
-    has_right: bool
-    has_softcap: bool
-    has_sinks: bool
+    scores: ScoreSpec
     two_level: bool
     block_max: bool
     is_cuda: bool
@@ -142,22 +136,12 @@ class AttentionSpec(NamedTuple):
     @property
     def softmax_bias(self) -> float:
         """How much too large the softmax's input is: tanh leaves no bias."""
-        return 0.0 if self.has_softcap else self.s_bias
+        return self.s_bias if self.scores.is_linear else 0.0
 
     @property
     def softmax_row_descales(self) -> bool:
         """Whether the softmax's input has a scale a row: tanh leaves none."""
-        return self.q_row_descales and not self.has_softcap
-
-    @property
-    def lse_shift_in_scores(self) -> bool:
-        """Whether `lse_shift` is added to scores: a softmax can do without, tanh cannot."""
-        return self.has_lse_shift and self.has_softcap
-
-    @property
-    def lse_shift_in_lse(self) -> bool:
-        """Whether `lse_shift` is added to the lse: with a softcap scores have it already."""
-        return self.has_lse_shift and not self.has_softcap
+        return self.q_row_descales and self.scores.is_linear
 
     @property
     def of_scaled_scores(self) -> AttentionSpec:
@@ -172,18 +156,19 @@ class AttentionSpec(NamedTuple):
     @property
     def rows_may_be_empty(self) -> bool:
         """Whether a block of keys may hold none that a row has seen."""
-        return self.has_left or self.has_right or self.first_block_max or self.row_ranges or self.block_sparse
+        ends = self.scores.has_left or self.scores.has_right
+        return ends or self.first_block_max or self.row_ranges or self.block_sparse
 
     @property
     def out_may_be_empty(self) -> bool:
         """Whether a row may have seen no key at all. Without a mask every row sees all keys."""
-        some_ends = self.has_right or self.varlen or self.is_split_kv or (self.multi_rank and self.has_left)
-        return some_ends or self.row_ranges or self.block_sparse
+        ends = self.scores.has_right or (self.multi_rank and self.scores.has_left)
+        return ends or self.varlen or self.is_split_kv or self.row_ranges or self.block_sparse
 
     @property
     def totals_may_be_nan(self) -> bool:
         """Whether such a row's sum may be NaN: a sink that is NaN stays one."""
-        return self.has_sinks or self.varlen
+        return self.scores.has_sinks or self.varlen
 
     @property
     def all_fused(self) -> bool:
