@@ -129,7 +129,7 @@ class ScoreOptions:
 
     def needs_lse_shift(self, return_lse: bool) -> bool:
         """Whether a call sees `lse_shift`, what K's mean takes from all scores of a row: a softmax of keys does not."""
-        return return_lse or self.softcap is not None or self.sinks is not None
+        return return_lse or not self.is_linear or self.sinks is not None
 
     @property
     def scale(self) -> float:

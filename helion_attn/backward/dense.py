@@ -163,7 +163,7 @@ def _backward(a: BackwardArgs) -> tuple[torch.Tensor, ...]:
     lse, lse_shift = without_keys(a.lse), None
     if packed.lse_shift is not None:
         lse_shift = rows_of(packed.lse_shift, f.m_len)
-        lse = lse if scores.softcap is not None else lse - scores.scale * lse_shift
+        lse = lse - scores.scale * lse_shift if scores.is_linear else lse
     capped = None
     if kernel.name == "chunked":
         if kernel.is_slow:

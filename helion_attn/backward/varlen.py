@@ -161,7 +161,7 @@ def _backward(a: VarlenBackwardArgs) -> tuple[torch.Tensor, ...]:
     scores_lse, lse_shift = without_keys(lse), None
     if packed.lse_shift is not None:
         lse_shift = packed.lse_shift[0].flatten(1)[:, queries.row]
-        scores_lse = scores_lse if scores.softcap is not None else scores_lse - scores.scale * lse_shift
+        scores_lse = scores_lse - scores.scale * lse_shift if scores.is_linear else scores_lse
     capped = None
     if kernel.name == "chunked":
         if kernel.is_slow:
@@ -213,7 +213,7 @@ def _of_each(
 ) -> chunked.Gradients:
     """Compute one sequence after the other, whose ends are read on the host; tokens of none get 0."""
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    capped = None if a.scores.softcap is None else torch.zeros_like(lse)
+    capped = None if a.scores.is_linear else torch.zeros_like(lse)
     starts_q, starts_k = a.cu_seqlens_q.tolist(), a.cu_seqlens_k.tolist()
     for b in range(len(starts_q) - 1):
         rows, keys = slice(*starts_q[b : b + 2]), slice(*starts_k[b : b + 2])

@@ -456,7 +456,7 @@ def attend(
 
     own = recipe.bits[1] == 8 and recipe.promote_every != 0
     bits = own and takes_bits(recipe.pv_dtype, max(D, D_v))
-    half = bits and recipe.half_scores and softcap is None
+    half = bits and recipe.half_scores and scores.is_linear
     visible = visible_scores(block_mask, B, H)
 
     def walk(keeps: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -509,7 +509,7 @@ def attend(
         m_i, l_i, acc = (torch.where(again, x, kept) for x, kept in zip(walk(False), (m_i, l_i, acc), strict=True))
     # [B, H, M, 1]. The lse of the keys alone, then with the sink; keys hold `key_share` of the probability.
     lse = (m_i + torch.log2(l_i)) * LN2
-    if softcap is None:
+    if scores.is_linear:
         lse = lse + scale * r.lse_shift.unsqueeze(3)
     key_share = torch.ones_like(lse)
     if sinks is not None:
