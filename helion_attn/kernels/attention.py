@@ -168,7 +168,9 @@ def fp8_attn_fwd(
     scales: ScoreScales,
     spec: hl.constexpr,  # AttentionSpec
 ) -> None:
-    """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`.
+    """Write `out` and `lse`, as the module's docstring says.
+
+    Rows of `out` lie `out_row_step` apart, heads `out_head_step`.
 
     If rows may see any number of keys (`has_right` alone), `head_group` heads, which divide those of the grid, come at
     once: the longest rows of all of them first. `scheduling.group_programs` says why. Few queries whose keys are split

@@ -186,7 +186,7 @@ def fp8_attn_fwd_large_d(
     large: hl.constexpr,  # LargeSpec
     spec: hl.constexpr,  # AttentionSpec
 ) -> None:
-    """The kernel; see the module's docstring, and `fp8_attn_fwd` for what is not said here."""
+    """Write `out` and `lse`, as the module's docstring says, and `fp8_attn_fwd`'s what is not said here."""
     # Passed on to Triton: the registers that the config's occupancy leaves to a thread.
     hl.register_tunable(MAX_REGISTERS, helion.autotuner.IntegerFragment(24, 255, 255))
     # Without these, more than 2**31 elements are read by pointers: see `fp8_attn_fwd`.

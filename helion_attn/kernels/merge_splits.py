@@ -56,7 +56,7 @@ def merge_splits_kernel(
     out_row_step: int,
     spec: hl.constexpr,  # MergeSpec
 ) -> None:
-    """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`."""
+    """Merge the splits of each row. Rows of `out` lie `out_row_step` apart, heads `out_head_step`."""
     splits, total_rows = partial_lse.size(0), partial_lse.size(1)
     d = hl.specialize(partial_out.size(1))
     # Known strides keep loads 16 bytes wide.

@@ -49,7 +49,7 @@ def block_means(
     s_step: int,
     spec: hl.constexpr,  # BlockMeansSpec
 ) -> None:
-    """The kernel; the steps are those of `StridedRows`."""
+    """Write the mean of each block of rows; the steps are those of `StridedRows`."""
     hl.specialize((x.stride(0), means.stride(0), means.stride(1)))
     for bh, block in hl.grid([heads, blocks]):
         # A tensor may have more than 2**31 elements.
@@ -77,7 +77,7 @@ def kernel(is_cuda: bool) -> Runner:
 
 
 def launch(a: BlockMeansArgs) -> torch.Tensor:
-    """Find the means, fp32 [B, H, blocks, D]."""
+    """Return the means, fp32 [B, H, blocks, D]."""
     means = empty_means(a)
     B, H, S, D = a.x.shape
     unit = common_unit(a.x)
@@ -108,6 +108,6 @@ def launch(a: BlockMeansArgs) -> torch.Tensor:
 
 
 def empty_means(a: BlockMeansArgs) -> torch.Tensor:
-    """What `launch` fills."""
+    """Allocate what `launch` returns."""
     B, H, S, D = a.x.shape
     return a.x.new_empty((B, H, -(-S // MASK_BLOCK), D), dtype=torch.float32)

@@ -33,7 +33,7 @@ def list_order(
     m_blocks: int,
     spec: hl.constexpr,  # ListOrderSpec
 ) -> None:
-    """The kernel: a row block's place is how many go before it."""
+    """Write row blocks in their order: a row block's place is how many go before it."""
     hl.specialize((counts.stride(0), lists.stride(0), lists.stride(1)))
     for head, part in hl.grid([heads, (m_blocks + spec.n - 1) // spec.n]):
         # [n]

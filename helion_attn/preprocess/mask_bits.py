@@ -93,7 +93,7 @@ def mask_bits(
     m_step: int,
     spec: hl.constexpr,  # MaskBitsSpec
 ) -> None:
-    """The kernel; see the module's docstring."""
+    """Write each block's bits, its kind, and the number by which equal blocks are found."""
     # Known strides keep loads and stores 16 bytes wide.
     hl.specialize((mask.stride(0), bits.stride(0), bits.stride(1), kinds.stride(0), keys.stride(0)))
     w = hl.specialize(bits.size(1))
@@ -166,7 +166,7 @@ def kernel(is_cuda: bool) -> Runner:
 
 
 def launch(a: MaskBitsArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Find the bits.
+    """Return the bits of a mask, and of its blocks kinds and numbers.
 
     Returns:
         bits int32 [B, H, M_blocks, N_blocks, 128, 4], undefined but for blocks that are seen in part; kinds int32 and
@@ -211,7 +211,7 @@ def launch(a: MaskBitsArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def empty_bits(a: MaskBitsArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `launch` fills."""
+    """Allocate what `launch` returns."""
     B, H, M, _ = a.mask.shape
     blocks = (B, H, -(-M // MASK_BLOCK), -(-a.N // MASK_BLOCK))
     bits = a.mask.new_empty((*blocks, MASK_BLOCK, MASK_BLOCK // WORD), dtype=torch.int32)

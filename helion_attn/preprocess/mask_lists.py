@@ -44,7 +44,7 @@ def mask_lists(
     n_blocks: int,
     spec: hl.constexpr,  # MaskListsSpec
 ) -> None:
-    """The kernel: blocks that are seen move to the front of their row, in their order, and zeros follow."""
+    """Write the lists: blocks that are seen move to the front of their row, in their order, and zeros follow."""
     hl.specialize((kinds.stride(0), entries.stride(0), tile_of.stride(0), counts.stride(0)))
     for part in hl.grid((rows + spec.n - 1) // spec.n):
         # [n]
@@ -87,7 +87,7 @@ def kernel(is_cuda: bool) -> Runner:
 
 
 def launch(a: MaskListsArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Make the lists.
+    """Return the lists of the key blocks that row blocks visit.
 
     Returns:
         The fields `lists`, `entries` and `tile_of` of a `BlockMask`.
@@ -118,7 +118,7 @@ def launch(a: MaskListsArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def empty_lists(a: MaskListsArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `launch` fills."""
+    """Allocate what `launch` returns."""
     by_block = a.kinds.dtype == torch.bool
     new = functools.partial(a.kinds.new_empty, dtype=torch.int32)
     tile_of = a.kinds.new_zeros((1, 1, 1, 1), dtype=torch.int32) if by_block else new(a.kinds.shape)

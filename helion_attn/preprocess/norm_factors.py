@@ -68,7 +68,7 @@ def norm_factors(
     k_share: float,
     spec: hl.constexpr,  # NormFactorsSpec
 ) -> None:
-    """See the module's docstring; the steps are those of `StridedRows`. A share is 1 / (heads * D)."""
+    """Write each token's factor; the steps are those of `StridedRows`. A share is 1 / (heads * D)."""
     hl.specialize((q.stride(0), k.stride(0), q_factors.stride(0), k_factors.stride(0)))
     for b, q_tile in hl.grid([B, q_tiles]):
         rows = q_tile * spec.n + hl.arange(spec.n)
@@ -106,15 +106,12 @@ def kernel(is_cuda: bool) -> Runner:
 
 
 def launch(source: StridedQKV, norm: NormArgs, unused: torch.Tensor) -> Norms:
-    """Run the kernel, if a norm is over heads.
+    """Return norms as kernels take them, with the factors of those that are over heads.
 
     Args:
         source: Q, K and V.
         norm: of Q and K.
         unused: stands for tensors that are not read.
-
-    Returns:
-        The norms as kernels take them.
     """
     D, lengths = source.D, (source.M, source.N)
     weights = (norm.q_weight, norm.k_weight)

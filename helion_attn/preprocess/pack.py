@@ -98,7 +98,7 @@ def launch(
     sequences: Sequences | None = None,
     all_keys: int | None = None,
 ) -> PackedTensors:
-    """Run the kernels.
+    """Return Q, K and V in the packed format.
 
     Args:
         source: Q, K and V.

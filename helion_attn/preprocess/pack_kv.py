@@ -117,7 +117,7 @@ def pack_kv(
     norm: float,
     spec: hl.constexpr,  # PackKVSpec
 ) -> None:
-    """See the module's docstring.
+    """Write blocks of K and V, and their descales.
 
     With `varlen` every block of a head is a "head" of its own, with one block: N is that of a block, and `k_blocks`, of
     `sequences`, says what it holds.

@@ -83,7 +83,7 @@ def pack_q(
     norm: float,
     spec: hl.constexpr,  # PackQSpec
 ) -> None:
-    """See the module's docstring.
+    """Write blocks of Q, and their rows' descales.
 
     With `varlen` every block of a head is a "head" of its own, with one block: M is that of a block, and `q_blocks`, of
     `sequences`, says what it holds.

@@ -28,7 +28,7 @@ GIVEN = Recipe(
 
 
 def quantize_qkv(a: DenseArgs | QuantizeArgs, packs_q: bool = True) -> PackedTensors:
-    """Quantise and pack; without `packs_q` no block of Q, which attention quantises then.
+    """Return Q, K and V quantised and packed; without `packs_q` no block of Q, which attention quantises then.
 
     Returns:
         What is shaped as in `QuantizedQKV`; k_mean and lse_shift are None without smooth_k, lse_shift also without
@@ -45,7 +45,7 @@ def quantize_qkv(a: DenseArgs | QuantizeArgs, packs_q: bool = True) -> PackedTen
 
 
 def quantize_varlen(a: VarlenArgs) -> tuple[PackedTensors, torch.Tensor]:
-    """Quantise and pack the sequences of a batch, each by itself.
+    """Return the sequences of a batch quantised and packed, each by itself.
 
     Returns:
         What is shaped as in `PackedVarlen`, None as above; and `q_blocks`.
@@ -63,7 +63,7 @@ def quantize_varlen(a: VarlenArgs) -> tuple[PackedTensors, torch.Tensor]:
 
 
 def pack_qkv(a: PackArgs) -> tuple[torch.Tensor, ...]:
-    """Pack tensors that are e4m3 already.
+    """Return tensors that are e4m3 already in the packed format.
 
     Returns:
         q8, k8 and v8 of `QuantizedQKV`.

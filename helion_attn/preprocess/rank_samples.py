@@ -73,7 +73,7 @@ def sampled_queries(group: int, packing: Packing) -> tuple[int, int]:
 
 
 def _sampled(x: torch.Tensor, of: SampledTokens) -> torch.Tensor:
-    """Those of x [S, ...] that are of the sample, a view unless they come from two runs."""
+    """Rows of x [S, ...] that are of the sample, a view unless they come from two runs."""
     rows = x[of.first :: of.every][: of.first_count]
     if of.second_count:
         rows = torch.cat([rows, x[of.second :: of.every][: of.second_count]])

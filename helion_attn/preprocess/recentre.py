@@ -87,10 +87,10 @@ def recentre(
     d_v_at_run_time: int,
     spec: hl.constexpr,  # RecentreSpec
 ) -> None:
-    """See the module's docstring. `n_blocks` are those of a head; with `varlen`, those of all sequences.
+    """Write what is added to V, and pack heads of V again whose entries had no room.
 
-    With `varlen` sequences of fewer than `least` keys keep the mean that was subtracted. `room` is what still rounds to
-    the format's largest number.
+    `n_blocks` are those of a head; with `varlen`, those of all sequences. With `varlen` sequences of fewer than `least`
+    keys keep the mean that was subtracted. `room` is what still rounds to the format's largest number.
     """
     d_tile, bn = hl.specialize((v8.size(1), v8.size(2)))
     d_tiles = hl.specialize(v_peak.size(1))
@@ -205,7 +205,7 @@ def launch(
     center: bool,
     sequences: Sequences | None = None,
 ) -> torch.Tensor:
-    """Run the kernel; returns what V's dequantised entries are added to, shaped as `v_mean`.
+    """Return what V's dequantised entries are added to, shaped as `v_mean`; pack V again where it had no room.
 
     Args:
         source: of V.

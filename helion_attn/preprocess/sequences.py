@@ -88,7 +88,7 @@ def describe(
     chunks: int,
     spec: hl.constexpr,  # DescribeSpec
 ) -> None:
-    """See the module's docstring. A program for each interval, and one for the blocks that remain."""
+    """Write where blocks of Q, K and V lie. A program for each interval, and one for the blocks that remain."""
     hl.specialize((cu_q.stride(0), cu_k.stride(0)))
     B = cu_q.size(0) - 1
     for program in hl.grid(B + 3):
@@ -235,7 +235,7 @@ class Sequences(NamedTuple):
 
 
 def launch(cu_q: torch.Tensor, cu_k: torch.Tensor, m_tokens: int, n_tokens: int, bm: int, bn: int) -> Sequences:
-    """Run the kernel.
+    """Return where the sequences of a batch lie.
 
     Args:
         cu_q: int32 [B + 1], contiguous: `cu_seqlens` of Q.

@@ -64,7 +64,7 @@ def transform(
     norm: float,
     spec: hl.constexpr,  # TransformSpec
 ) -> None:
-    """See the module's docstring; the steps are those of `StridedRows`, and those of `out` count rows."""
+    """Write rows, transformed; the steps are those of `StridedRows`, and those of `out` count rows."""
     d = hl.specialize(out.size(1))
     side = hl.specialize(rotation_matrix.size(0))
     hl.specialize((x.stride(0), cos.stride(0), sin.stride(0), signs.stride(0)))

@@ -53,7 +53,7 @@ def unpack_rows(
     out_s_rows: int,
     spec: hl.constexpr,  # UnpackSpec
 ) -> None:
-    """See the module's docstring."""
+    """Write rows of Q or K, of 16 bits."""
     d = hl.specialize(out.size(1))
     d_pad = hl.specialize(x8.size(1))
     hl.specialize((descale.stride(0), channel_factors.stride(0)))
@@ -102,7 +102,7 @@ def unpack_values(
     out_s_rows: int,
     spec: hl.constexpr,  # ValuesSpec
 ) -> None:
-    """See the module's docstring."""
+    """Write V in the order of its keys, of 16 bits."""
     d = hl.specialize(out.size(1))
     bn = hl.specialize(v8.size(1))
     hl.specialize((descale.stride(0), mean.stride(0)))
@@ -143,7 +143,7 @@ def takes(packed: PackedTensors, recipe: Recipe) -> bool:
 def launch(
     packed: PackedTensors, M: int, N: int, D: int, D_v: int, recipe: Recipe, dtype: torch.dtype, bshd: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Unpack tensors that the kernels take.
+    """Return q, k and v as 16-bit rows, of tensors that the kernels take.
 
     Returns:
         q [B, H, M, D], k [B, H_kv, N, D] less its mean, and v [B, H_kv, N, D_v] with its own, of `dtype`; contiguous,

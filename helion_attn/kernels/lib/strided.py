@@ -84,7 +84,7 @@ class StridedQKV(NamedTuple):
     D_row: int
 
     def arguments(self, of: str) -> dict[str, Any]:
-        """The tensors `of` and their steps but `d_steps`, as the kernels name them."""
+        """Return the tensors `of` and their steps but `d_steps`, by the names of kernels' arguments."""
         found: dict[str, Any] = {}
         for i, x in enumerate("qkv"):
             if x in of:
