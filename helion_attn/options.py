@@ -49,11 +49,6 @@ class ScoreSpec(NamedTuple):
         return not self.has_softcap
 
     @property
-    def rows_differ(self) -> bool:
-        """`ScoreOptions.rows_differ`."""
-        return self.has_right and not self.has_left
-
-    @property
     def lse_shift_in_scores(self) -> bool:
         """Whether `lse_shift` is added to scores: a softmax can do without, tanh cannot."""
         return self.has_lse_shift and not self.is_linear
@@ -129,7 +124,7 @@ class ScoreOptions:
 
     def needs_lse_shift(self, return_lse: bool) -> bool:
         """Whether a call sees `lse_shift`, what K's mean takes from all scores of a row: a softmax of keys does not."""
-        return return_lse or not self.is_linear or self.sinks is not None
+        return return_lse or self.softcap is not None or self.sinks is not None
 
     @property
     def scale(self) -> float:
@@ -148,13 +143,15 @@ class ScoreOptions:
         """Return scaled scores as the softcap leaves them."""
         return s if self.softcap is None else self.softcap * torch.tanh(s / self.softcap)
 
-    def spec_fields(self) -> dict[str, bool]:
-        """Return fields of `ScoreSpec`, and of paged kernels' specs, by name."""
-        return {"has_left": self.left >= 0, "has_right": self.right >= 0, "has_softcap": self.softcap is not None}
-
     def spec(self, has_lse_shift: bool) -> ScoreSpec:
         """Return what kernels are compiled for, whose rows have an `lse_shift` or not."""
-        return ScoreSpec(**self.spec_fields(), has_sinks=self.sinks is not None, has_lse_shift=has_lse_shift)
+        return ScoreSpec(
+            has_left=self.left >= 0,
+            has_right=self.right >= 0,
+            has_softcap=self.softcap is not None,
+            has_sinks=self.sinks is not None,
+            has_lse_shift=has_lse_shift,
+        )
 
 
 class ScoreKwargs(TypedDict, total=False):

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from helion_attn import configs
 from helion_attn.configs import LargeTileConfig, Packing, TileConfig
-from helion_attn.options import ScoreOptions, ScoreSpec
+from helion_attn.options import ScoreOptions
 from helion_attn.types import BlockMask, PackedTensors, PagedKVCache, Recipe, RMSNorm, Rope
 
 
@@ -74,30 +74,6 @@ def norm_arguments(q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> NormArgs:
     return norms
 
 
-class MaskArgs(NamedTuple):
-    """The tensors of a `BlockMask`, or its absence, as operations take it."""
-
-    lists: torch.Tensor | None
-    entries: torch.Tensor | None
-    tile_of: torch.Tensor | None
-    tiles: torch.Tensor | None
-
-    @property
-    def block_sparse(self) -> bool:
-        """Whether there is a mask."""
-        return self.lists is not None
-
-
-NO_MASK_ARGUMENTS = MaskArgs(lists=None, entries=None, tile_of=None, tiles=None)
-
-
-def mask_arguments(mask: BlockMask | None) -> MaskArgs:
-    """`mask` as operations take it."""
-    if mask is None:
-        return NO_MASK_ARGUMENTS
-    return MaskArgs(lists=mask.lists, entries=mask.entries, tile_of=mask.tile_of, tiles=mask.tiles)
-
-
 class ListSteps(NamedTuple):
     """How the lists of a `BlockMask` lie.
 
@@ -116,6 +92,44 @@ class ListSteps(NamedTuple):
 
 #: Of a launch that has no lists.
 NO_LISTS = ListSteps(1, 1, 1, 1)
+
+
+class MaskArgs(NamedTuple):
+    """The tensors of a `BlockMask`, or its absence, as operations take it."""
+
+    lists: torch.Tensor | None
+    entries: torch.Tensor | None
+    tile_of: torch.Tensor | None
+    tiles: torch.Tensor | None
+
+    @property
+    def block_sparse(self) -> bool:
+        """Whether there is a mask."""
+        return self.lists is not None
+
+    def arguments(self, heads: int, unused: torch.Tensor) -> dict[str, Any]:
+        """Return a kernel's arguments for it and so many query heads, by name; without a mask, `unused` for tensors."""
+        if self.lists is None or self.entries is None or self.tile_of is None or self.tiles is None:
+            return {**dict.fromkeys(("lists", "entries", "tile_of", "tiles"), unused), "list_steps": NO_LISTS}
+        B, H, row_blocks, key_blocks = self.entries.shape
+        shared = heads if H == 1 and B > 1 else 1
+        return {
+            "lists": self.lists.view(-1),
+            "entries": self.entries.view(-1),
+            "tile_of": self.tile_of.view(-1),
+            "tiles": self.tiles.view(-1),
+            "list_steps": ListSteps(shared=shared, heads=B * H, row_blocks=row_blocks, key_blocks=key_blocks),
+        }
+
+
+NO_MASK_ARGUMENTS = MaskArgs(lists=None, entries=None, tile_of=None, tiles=None)
+
+
+def mask_arguments(mask: BlockMask | None) -> MaskArgs:
+    """`mask` as operations take it."""
+    if mask is None:
+        return NO_MASK_ARGUMENTS
+    return MaskArgs(lists=mask.lists, entries=mask.entries, tile_of=mask.tile_of, tiles=mask.tiles)
 
 
 class DenseArgs(NamedTuple):
@@ -222,10 +236,6 @@ class AttentionArgs(NamedTuple):
             "left": min(self.scores.left, self.n_len),
             "right": min(self.scores.right, self.m_len),
         }
-
-    def score_spec(self) -> ScoreSpec:
-        """Return what kernels are compiled for of the scores."""
-        return self.scores.spec(has_lse_shift=self.packed.lse_shift is not None)
 
     def spec_fields(self) -> dict[str, bool]:
         """Return fields of the kernels' specs by name: those of descales."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from dataclasses import dataclass
@@ -185,6 +186,11 @@ class Packing:
     bn: int
     D_pad: int
     D_v_pad: int
+
+    @functools.cached_property
+    def D_row(self) -> int:
+        """Width of what preprocessing kernels read and know of rows."""
+        return row_width(self.D_pad, self.D_v_pad)
 
 
 def packing(D: int, D_v: int, bits: tuple[int, int] = ALL_8_BIT) -> Packing:

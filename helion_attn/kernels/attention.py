@@ -70,7 +70,6 @@ from helion_attn.kernels.lib.kv_lists import (
     block_at_edge,
     block_of_entry,
     first_entry_of,
-    list_arguments,
     next_entry_of,
     within_tile,
 )
@@ -134,9 +133,9 @@ def fp8_attn_fwd(
     sinks: torch.Tensor,  # [H] if has_sinks
     q_blocks: torch.Tensor,  # [M_blocks, Q_FIELDS] if varlen
     q_rows: torch.Tensor,  # q8 as [B * H * M_blocks * bm, D_pad] if pack_gqa
-    q: torch.Tensor,  # flat, as the user has it, if quantises_q
-    k_mean: torch.Tensor,  # [B * H_kv * D_row] if quantises_q and has_lse_shift
-    channel_factors: torch.Tensor,  # [B * H_kv * D_row] if quantises_q and its spec has equalise
+    q: torch.Tensor,  # flat, as the user has it, if spec.query
+    k_mean: torch.Tensor,  # [B * H_kv * D_row] if spec.query and has_lse_shift
+    channel_factors: torch.Tensor,  # [B * H_kv * D_row] if spec.query and its rows has equalise
     cos: torch.Tensor,
     sin: torch.Tensor,
     q_positions: torch.Tensor,
@@ -215,7 +214,7 @@ def fp8_attn_fwd(
     bn = hl.specialize(k8.size(2))
     d_pad = hl.specialize(k8.size(3))
     hl.specialize((q8.size(3), v8.size(2), v8.size(3)))
-    if spec.quantises_q:
+    if spec.query is not None:
         m_blocks = (m_len + bm - 1) // bm
         if spec.block_sparse:
             m_blocks = list_steps.row_blocks * (MASK_BLOCK // bm)
@@ -241,7 +240,7 @@ def fp8_attn_fwd(
         blocks = list_steps.row_blocks * (MASK_BLOCK // bm)
         hl.specialize(k_descale.stride(0))
     grid_heads = splits * head_size if spec.is_split_kv else head_size
-    rows_differ = spec.block_sparse or spec.scores.rows_differ
+    rows_differ = spec.block_sparse or (spec.scores.has_right and not spec.scores.has_left)
     heads_at_once = head_group if rows_differ and not (spec.varlen or spec.is_split_kv) else 1
     for grid_group, program in hl.grid([grid_heads // heads_at_once, blocks * heads_at_once]):
         grid_head = grid_group * heads_at_once + program % heads_at_once
@@ -261,7 +260,7 @@ def fp8_attn_fwd(
         # Flat indices make plain loads of what is small. As a descriptor load each waits for a barrier of its own.
         # [bm], or a scalar for one a block. Loads before that of Q, which is waited for behind them, are under way
         # meanwhile.
-        if spec.quantises_q:
+        if spec.query is not None:
             # [bm, D_pad], [bm], [bm]
             head_offset = (rows.bh // heads) * q_b_step + (rows.bh % heads) * q_h_step
             q_tile, q_scale, lse_shift_of_rows = quantised_rows(
@@ -288,7 +287,7 @@ def fp8_attn_fwd(
         # [bm, D_pad]
         if spec.pack_gqa:
             q_tile = hl.load(q_rows, [packed_rows, hl.arange(q8.size(3))])
-        elif not spec.quantises_q:
+        elif spec.query is None:
             q_tile = q8[rows.bh, rows.m_block, :, :]
         q_scale_log2 = q_scale * scales.qk_scale
         if spec.q_row_descales:
@@ -540,7 +539,7 @@ def launch(
         max_fused_scale=MAX_FUSED_HALF_SCALE_LOG2 if half_scores else MAX_FUSED_SCALE_LOG2[q8.dtype],
         p_offset_log2=float(a.recipe.p_offset),
         **spec_fields,
-        scores=a.score_spec()._replace(has_sinks=split_sinks is not None),
+        scores=a.scores.spec(has_lse_shift=a.packed.lse_shift is not None)._replace(has_sinks=split_sinks is not None),
         # The first block of a list need not be one that all rows see.
         first_block_max=first_block_max(q8.dtype, v8.dtype, tile.D_pad) and not block_sparse,
         two_level=two_level,
@@ -577,7 +576,7 @@ def launch(
             **query_tensors,
             "row_bounds": q_descale if bounds is None else bounds.rows,
             "block_bounds": q_descale if bounds is None else bounds.blocks,
-            **list_arguments(a.block_mask, sizes["heads"], q_descale),
+            **a.block_mask.arguments(sizes["heads"], q_descale),
             "out": partial_out.view(-1, out.size(-1)),
             "lse": partial_lse.view(-1),
             **sizes,

@@ -217,7 +217,7 @@ def fp8_attn_fwd_large_d(
     # Known strides keep the stores, and the loads of Q, 16 bytes wide.
     hl.specialize((out.stride(0), out.stride(1), v_mean.stride(0), q_descale.stride(0), q_flat.stride(0)))
 
-    heads_at_once = head_group if spec.scores.rows_differ else 1
+    heads_at_once = head_group if spec.scores.has_right and not spec.scores.has_left else 1
     for grid_group, m_rank, of_group in hl.grid([bh_size // heads_at_once, m_blocks, large.v_slices * heads_at_once]):
         bh = grid_group * heads_at_once + of_group // large.v_slices
         # The slices of one query block are neighbours: they read the same K.
@@ -362,7 +362,7 @@ def launch(tile: LargeTileConfig, a: AttentionArgs, out: torch.Tensor, lse: torc
         max_fused_scale=MAX_FUSED_SCALE_LOG2[torch.float8_e4m3fn],
         p_offset_log2=float(a.recipe.p_offset),
         **a.spec_fields(),
-        scores=a.score_spec(),
+        scores=a.scores.spec(has_lse_shift=lse_shift is not None),
         two_level=two_level,
         block_max=two_level,
         query=None,

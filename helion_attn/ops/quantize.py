@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from helion_attn import public_calls
-from helion_attn.configs import Packing, row_width
+from helion_attn.configs import Packing
 from helion_attn.ops.declare import Operation
 from helion_attn.problem import DenseArgs, PackArgs, QuantizeArgs, QuantizeRankArgs
 from helion_attn.types import PackedTensors, Recipe
@@ -42,7 +42,7 @@ def empty_descales(
     needs_lse_shift: bool,
 ) -> tuple[torch.Tensor, ...]:
     """The fp32 fields of `PackedTensors`; those that the recipe goes without are empty."""
-    of_channels = (*means, row_width(packing.D_pad, packing.D_v_pad))
+    of_channels = (*means, packing.D_row)
     shapes = (
         rows,
         keys,

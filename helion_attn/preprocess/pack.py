@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 import torch
 
 from helion_attn.kernels.lib.norm import Norms
-from helion_attn.kernels.lib.reflect import reflected_channels
 from helion_attn.kernels.lib.rope import RopeTables
 from helion_attn.kernels.lib.specs import RowSpec
 from helion_attn.kernels.lib.strided import StridedQKV
-from helion_attn.numerics import FORMAT_MAX, RECENTRED_KEYS
+from helion_attn.numerics import FORMAT_MAX, RECENTRED_KEYS, reflected_channels
 from helion_attn.preprocess import pack_kv, pack_q, recentre
 from helion_attn.preprocess.lib.hadamard import rotation
 from helion_attn.preprocess.lib.tiling import Tiling, tiling

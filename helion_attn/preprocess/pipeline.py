@@ -35,7 +35,7 @@ def quantize_qkv(a: DenseArgs | QuantizeArgs, packs_q: bool = True) -> PackedTen
         needs_lse_shift, channel_factors without equalise.
     """
     tile = a.packing
-    source = strided_qkv(a.q, a.k, a.v, tile.D_pad, tile.D_v_pad)
+    source = strided_qkv(a.q, a.k, a.v, tile)
     unused = a.q.new_empty(1, dtype=torch.float32)
     rope = rope_tables(a.rope, source.D_row, unused)
     normed = a.norm.q_weight is not None or a.norm.k_weight is not None
@@ -54,7 +54,7 @@ def quantize_varlen(a: VarlenArgs) -> tuple[PackedTensors, torch.Tensor]:
     tables = sequences.launch(a.cu_seqlens_q, a.cu_seqlens_k, a.q.size(0), a.k.size(0), tile.bm, tile.bn)
     # Kernels want an address, also of no token.
     q, k, v = ((x if x.size(0) else x.new_zeros(1, *x.shape[1:])).transpose(0, 1).unsqueeze(0) for x in (a.q, a.k, a.v))
-    source = strided_qkv(q, k, v, tile.D_pad, tile.D_v_pad)
+    source = strided_qkv(q, k, v, tile)
     unused = q.new_empty(1, dtype=torch.float32)
     norms, rope = no_norms(unused), rope_tables(NO_ROPE_ARGUMENTS, source.D_row, unused)
     stats = sample.launch(source, norms, rope, a.recipe, tables)
@@ -69,7 +69,7 @@ def pack_qkv(a: PackArgs) -> tuple[torch.Tensor, ...]:
         q8, k8 and v8 of `QuantizedQKV`.
     """
     tile = a.packing
-    source = strided_qkv(a.q, a.k, a.v, tile.D_pad, tile.D_v_pad)
+    source = strided_qkv(a.q, a.k, a.v, tile)
     unused = a.q.new_empty(1, dtype=torch.float32)
     norms, rope = no_norms(unused), rope_tables(NO_ROPE_ARGUMENTS, source.D_row, unused)
     stats = sample.launch(source, norms, rope, GIVEN)

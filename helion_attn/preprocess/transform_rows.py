@@ -13,14 +13,14 @@ import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.runners import Runner, compiled, interpreted
-from helion_attn.configs import packing, row_width
+from helion_attn.configs import packing
 from helion_attn.kernels.lib.norm import NO_NORM
-from helion_attn.kernels.lib.reflect import reflected_channels
 from helion_attn.kernels.lib.rope import rope_tables
 from helion_attn.kernels.lib.rotate import with_factors
 from helion_attn.kernels.lib.row_layout import row_tile
 from helion_attn.kernels.lib.specs import RowSpec
 from helion_attn.kernels.lib.strided import common_unit, strided_rows
+from helion_attn.numerics import reflected_channels
 from helion_attn.preprocess.lib.hadamard import rotation
 from helion_attn.preprocess.lib.tiling import PACK_ELEMENTS, ROTATED_TILES
 from helion_attn.problem import TransformRowsArgs
@@ -128,7 +128,7 @@ def launch(a: TransformRowsArgs, out: torch.Tensor) -> None:
     x, hadamard = a.x, a.hadamard_seed is not None
     B, H, S, D = x.shape
     padded = packing(D, D)
-    D_row = row_width(padded.D_pad, padded.D_v_pad)
+    D_row = padded.D_row
     n = PACK_ELEMENTS // D_row
     unit = common_unit(x)
     source = strided_rows(x, unit)

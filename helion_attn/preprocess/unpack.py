@@ -13,7 +13,8 @@ import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.runners import Runner, compiled, interpreted
-from helion_attn.kernels.lib.reflect import reflect_rows, reflected_channels
+from helion_attn.kernels.lib.reflect import reflect_rows
+from helion_attn.numerics import reflected_channels
 from helion_attn.types import PackedTensors, Recipe
 
 #: Elements of a tile of rows.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 import torch
 from typing_extensions import Unpack
 
-from helion_attn.configs import packing, row_width
+from helion_attn.configs import packing
 from helion_attn.names import with_scores
 from helion_attn.numerics import (
     DESCALE_MIN,
@@ -244,7 +244,7 @@ def transform(
     if rope is not None:
         q_rope, k_rope = (x.float() for x in apply_rope_qk(q_rope, k_rope, rope))
     k_mean = _sampled_mean(k_rope, recipe.smooth_k)
-    group, D_row = q.size(1) // k.size(1), row_width(tile.D_pad, tile.D_v_pad)
+    group, D_row = q.size(1) // k.size(1), tile.D_row
     factors = torch.ones_like(k_mean)
     if recipe.equalise:
         over_heads = q_norm is not None and q_norm.weight.size(0) > q.size(3)

@@ -563,7 +563,9 @@ def launch_paged(
         half_scores=half,
         p_steps=E4M3_STEPS if p_bits else 1.0,
         p_one=E4M3_BITS_OF_ONE if p_bits else 0.0,
-        **a.scores.spec_fields(),
+        has_left=a.scores.left >= 0,
+        has_right=a.scores.right >= 0,
+        has_softcap=a.scores.softcap is not None,
         has_sinks=a.scores.sinks is not None,
         is_cuda=a.q.is_cuda,
     )

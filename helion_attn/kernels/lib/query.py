@@ -9,12 +9,12 @@ import torch
 from helion_attn.compiler.helion_adapter import hl
 from helion_attn.configs import MASK_BLOCK, row_width
 from helion_attn.kernels.lib.norm import NO_NORM
-from helion_attn.kernels.lib.reflect import reflected_channels
 from helion_attn.kernels.lib.rope import rope_tables
 from helion_attn.kernels.lib.row_layout import row_tile, rows_to_dtype
 from helion_attn.kernels.lib.specs import AttentionSpec, QuerySpec, RowSpec
 from helion_attn.kernels.lib.steps import to_descale
 from helion_attn.kernels.lib.strided import StridedRows, common_unit, strided_rows
+from helion_attn.numerics import reflected_channels
 from helion_attn.problem import NO_ROPE_ARGUMENTS, AttentionArgs, RopeArgs
 
 

@@ -129,11 +129,6 @@ class AttentionSpec(NamedTuple):
     query: QuerySpec | None = None
 
     @property
-    def quantises_q(self) -> bool:
-        """Whether Q comes as the user has it."""
-        return self.query is not None
-
-    @property
     def softmax_bias(self) -> float:
         """How much too large the softmax's input is: tanh leaves no bias."""
         return self.s_bias if self.scores.is_linear else 0.0
