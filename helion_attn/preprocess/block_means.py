@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.runners import Runner, compiled, interpreted
+from helion_attn.compiler.runners import by_device
 from helion_attn.configs import MASK_BLOCK
 from helion_attn.kernels.lib.strided import common_unit, load_rows, strided_rows
 from helion_attn.problem import BlockMeansArgs
@@ -68,12 +67,7 @@ def block_means(
         hl.store(means, [bh * blocks + block, cols], total.sum(0) / count, extra_mask=cols < spec.d)
 
 
-@functools.cache
-def kernel(is_cuda: bool) -> Runner:
-    """The kernel for the device."""
-    if not is_cuda:
-        return interpreted(block_means)
-    return compiled(block_means, Config(num_warps=4, indexing="pointer"))
+kernel = by_device(block_means, Config(num_warps=4, indexing="pointer"))
 
 
 def launch(a: BlockMeansArgs) -> torch.Tensor:

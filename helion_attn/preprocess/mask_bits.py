@@ -8,14 +8,13 @@ MurmurHash3), so that no pattern of the bits decides.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
 import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.runners import Runner, compiled, interpreted
+from helion_attn.compiler.runners import by_device
 from helion_attn.configs import MASK_BLOCK
 from helion_attn.kernels.lib.strided import WIDEST_LOAD
 from helion_attn.problem import MaskBitsArgs
@@ -157,12 +156,7 @@ def aligned_copy(mask: torch.Tensor) -> torch.Tensor:
     return room.expand(*mask.shape[:3], -1)
 
 
-@functools.cache
-def kernel(is_cuda: bool) -> Runner:
-    """The kernel for the device."""
-    if not is_cuda:
-        return interpreted(mask_bits)
-    return compiled(mask_bits, Config(num_warps=1, indexing="pointer", loop_orders=[[1, 0]]))
+kernel = by_device(mask_bits, Config(num_warps=1, indexing="pointer", loop_orders=[[1, 0]]))
 
 
 def launch(a: MaskBitsArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.runners import Runner, compiled, interpreted
+from helion_attn.compiler.runners import by_device
 from helion_attn.preprocess import list_order
 from helion_attn.preprocess.mask_bits import UNSEEN
 from helion_attn.problem import MaskListsArgs
@@ -78,12 +78,7 @@ def mask_lists(
         hl.store(counts, [row], count, extra_mask=row < rows)
 
 
-@functools.cache
-def kernel(is_cuda: bool) -> Runner:
-    """The kernel for the device."""
-    if not is_cuda:
-        return interpreted(mask_lists)
-    return compiled(mask_lists, Config(num_warps=4, indexing="pointer"))
+kernel = by_device(mask_lists, Config(num_warps=4, indexing="pointer"))
 
 
 def launch(a: MaskListsArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -7,13 +7,12 @@ Norms by head need no such number: the kernels that pack a row have all of it.
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.runners import Runner, compiled, interpreted
+from helion_attn.compiler.runners import by_device
 from helion_attn.kernels.lib.norm import BY_HEAD, OVER_HEADS, Norm, Norms, no_norms
 from helion_attn.kernels.lib.strided import StridedQKV, load_rows
 from helion_attn.problem import NormArgs
@@ -97,12 +96,7 @@ def norm_factors(
         hl.store(k_factors, [batch * N + keys], k_factor, extra_mask=keys < N)
 
 
-@functools.cache
-def kernel(is_cuda: bool) -> Runner:
-    """The kernel for the device."""
-    if not is_cuda:
-        return interpreted(norm_factors)
-    return compiled(norm_factors, Config(num_warps=4, indexing="pointer", range_num_stages=[0, STAGES, 0, STAGES]))
+kernel = by_device(norm_factors, Config(num_warps=4, indexing="pointer", range_num_stages=[0, STAGES, 0, STAGES]))
 
 
 def launch(source: StridedQKV, norm: NormArgs, unused: torch.Tensor) -> Norms:

@@ -15,13 +15,12 @@ Methods in Financial Engineering, 2004, section 4.1).
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.runners import Runner, compiled, interpreted
+from helion_attn.compiler.runners import by_device
 from helion_attn.kernels.lib.inline_asm import maximum
 from helion_attn.kernels.lib.steps import to_descale
 from helion_attn.kernels.lib.strided import StridedQKV, row_channels
@@ -186,12 +185,7 @@ def recentre(
                 hl.store(corrected, [head, cols], mean + lost / divisor)
 
 
-@functools.cache
-def kernel(is_cuda: bool) -> Runner:
-    """The kernel for the device."""
-    if not is_cuda:
-        return interpreted(recentre)
-    return compiled(recentre, Config(num_warps=8, indexing="pointer"))
+kernel = by_device(recentre, Config(num_warps=8, indexing="pointer"))
 
 
 def launch(

@@ -12,13 +12,12 @@ the range of tokens, no token is of any sequence.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.runners import Runner, compiled, interpreted
+from helion_attn.compiler.runners import by_device
 from helion_attn.configs import Q_FIELDS, blocks_for
 
 #: Fields of a block of K and V: the sequence; the block's first token; how many follow in the sequence. The fourth,
@@ -212,12 +211,7 @@ def query_source(
     return sequence * (heads // group) + own_head // group, rows - begin, offset
 
 
-@functools.cache
-def kernel(is_cuda: bool) -> Runner:
-    """The kernel for the device."""
-    if not is_cuda:
-        return interpreted(describe)
-    return compiled(describe, Config(num_warps=4, indexing="pointer"))
+kernel = by_device(describe, Config(num_warps=4, indexing="pointer"))
 
 
 class Sequences(NamedTuple):

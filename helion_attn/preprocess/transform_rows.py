@@ -6,13 +6,12 @@ The row helpers are those of `pack`, so what this returns is what `quantize` cas
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.runners import Runner, compiled, interpreted
+from helion_attn.compiler.runners import by_device
 from helion_attn.configs import packing
 from helion_attn.kernels.lib.norm import NO_NORM
 from helion_attn.kernels.lib.rope import rope_tables
@@ -115,12 +114,7 @@ def transform(
             hl.store(out, [out_offset + rows * out_s_rows, cols], y.to(out.dtype), extra_mask=inside)
 
 
-@functools.cache
-def kernel(is_cuda: bool) -> Runner:
-    """The kernel for the device."""
-    if not is_cuda:
-        return interpreted(transform)
-    return compiled(transform, Config(num_warps=8, indexing="pointer"))
+kernel = by_device(transform, Config(num_warps=8, indexing="pointer"))
 
 
 def launch(a: TransformRowsArgs, out: torch.Tensor) -> None:

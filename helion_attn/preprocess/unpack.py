@@ -6,13 +6,12 @@ What is rotated goes through `dequantize.unpack`.
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.runners import Runner, compiled, interpreted
+from helion_attn.compiler.runners import by_device
 from helion_attn.kernels.lib.reflect import reflect_rows
 from helion_attn.numerics import reflected_channels
 from helion_attn.types import PackedTensors, Recipe
@@ -123,16 +122,8 @@ def unpack_values(
         hl.store(out, [first + keys * out_s_rows, cols], x.to(out.dtype).permute(1, 0), extra_mask=inside)
 
 
-@functools.cache
-def rows_kernel(is_cuda: bool) -> Runner:
-    """The kernel of Q and K for the device."""
-    return compiled(unpack_rows, Config(num_warps=4, indexing="pointer")) if is_cuda else interpreted(unpack_rows)
-
-
-@functools.cache
-def values_kernel(is_cuda: bool) -> Runner:
-    """The kernel of V for the device."""
-    return compiled(unpack_values, Config(num_warps=8, indexing="pointer")) if is_cuda else interpreted(unpack_values)
+rows_kernel = by_device(unpack_rows, Config(num_warps=4, indexing="pointer"))
+values_kernel = by_device(unpack_values, Config(num_warps=8, indexing="pointer"))
 
 
 def takes(packed: PackedTensors, recipe: Recipe) -> bool:
