@@ -41,7 +41,7 @@ from helion_attn.kernels.lib import schraudolph, steps
 from helion_attn.kernels.lib.specs import AttentionSpec
 from helion_attn.numerics import takes_bits
 from helion_attn.options import ScoreOptions
-from helion_attn.preprocess.lib.v_layout import position_of_key
+from helion_attn.preprocess.lib.v_layout import key_stored_at
 from helion_attn.problem import AttentionArgs, Choice
 from helion_attn.types import PackedTensors
 
@@ -203,7 +203,7 @@ def repacked(qkv: ha.QuantizedQKV, tile: TileConfig, interleaved: bool) -> Packe
     heads, _, D, bn = qkv.v8.shape
     v8 = qkv.v8.view(torch.uint8)
     if not interleaved:
-        v8 = v8[..., position_of_key(torch.arange(bn, device=v8.device))]
+        v8 = v8[..., key_stored_at(torch.arange(bn, device=v8.device)).argsort()]
     keys = v8.transpose(2, 3).reshape(heads, -1, tile.bn, D)
     return PackedTensors(
         q8=qkv.q8.view(heads, -1, tile.bm, D),
