@@ -73,7 +73,7 @@ def why_chunked(case: Case) -> str | None:
     """Say what no kernel has of a case; None if one has all."""
     if not case.is_cuda:
         return "the tensors are on the CPU"
-    if case.scores.softcap is not None:
+    if not case.scores.is_linear:
         return "no kernel has a softcap"
     if case.block_sparse:
         return "no kernel has a block mask"
