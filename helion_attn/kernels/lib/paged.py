@@ -13,7 +13,7 @@ import torch
 from helion_attn.compiler.helion_adapter import hl
 from helion_attn.compiler.runners import Runner
 from helion_attn.configs import MAX_PIECE
-from helion_attn.kernels import lse_shift
+from helion_attn.kernels import cache_lse_shift
 from helion_attn.kernels.lib.block_max import update_block_max
 from helion_attn.kernels.lib.inline_asm import fma, fma_up, maximum, minimum, tanh
 from helion_attn.kernels.lib.keys import split_kv_range
@@ -538,7 +538,7 @@ def launch_paged(
     swapped = a.bshd and not in_parts
     k_dtype, scales = k8.dtype, a.scores.scales()
     int8_keys, larger_d = k_dtype == torch.int8, max(k8.size(3), v8.size(2))
-    shift = lse_shift.launch(a, q, unit)
+    shift = cache_lse_shift.launch(a, q, unit)
     p_bits, half = takes_bits(v8.dtype, larger_d), takes_half_scores(k_dtype, larger_d, a.scores.softcap is not None)
     factors = a.cache.channel_factors
     spec = PagedSpec(
