@@ -31,7 +31,7 @@ def visible_keys(
     right: int | torch.Tensor,
     spec: ScoreSpec | PagedSpec,
 ) -> torch.Tensor:
-    """[bm, bn], or [1, bn] without a window: what a row sees of a key block."""
+    """What a row sees of a key block: [bm, bn], or [1, bn] where no row sees less than another."""
     keys = keys.unsqueeze(0)
     if spec.has_right:
         last = on_diagonal + right
