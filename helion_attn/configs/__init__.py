@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 from dataclasses import dataclass
@@ -187,7 +186,7 @@ class Packing:
     D_pad: int
     D_v_pad: int
 
-    @functools.cached_property
+    @property
     def D_row(self) -> int:
         """Width of what preprocessing kernels read and know of rows."""
         return row_width(self.D_pad, self.D_v_pad)
