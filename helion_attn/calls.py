@@ -120,7 +120,7 @@ def of_append(a: AppendArgs) -> Call:
         "block_table": a.block_table,
         "cache_seqlens": a.cache_seqlens,
     }
-    return Call("append_kvcache", tensors, _given({"rope": _rope(a.rope)}))
+    return Call("append_kvcache", tensors, _given({"drafts": a.drafts or None, "rope": _rope(a.rope)}))
 
 
 def of_ranks(function: str, tensors: dict[str, Any], options: dict[str, Any], rope: Rope | None) -> Call:

@@ -1,10 +1,9 @@
 """A paged KV cache in 8 bits, what appends to it, and attention over it: decoding, and prompts in chunks.
 
-A key may be less a constant of the cache, and has descales of its own, of K and of V. Those of V, and of e4m3 keys, are
-mostly those of their page's first key, which leave room for keys 18 times as large and more, and a kernel takes as one
-number a page. A key that they do not fit has others, and attention takes such keys in a second pass: nothing is
-clamped, and no key's descales depend on what came with it. Int8 keys have any descale, without a second pass. The price
-is 8 bytes a key and KV head: 3% of the bytes at D 128.
+A key may be less a constant of the cache. While its page fills, it has descales of its own, of K and of V, so that what
+is there is not quantised anew; a page that is full is closed, with one of each for all of its keys. Descales of V, and
+of e4m3 keys, are powers of two, so closing is an exact shift but for subnormals; int8 keys are rounded once more. The
+price of descales is 8 bytes a key and KV head: 3% of the bytes at D 128.
 """
 
 from __future__ import annotations
@@ -21,21 +20,27 @@ from helion_attn.configs import page_packing
 from helion_attn.debug_state import debugging
 from helion_attn.names import options_of, reject_unknown_kwargs
 from helion_attn.numerics import MAX_CHANNEL_FACTOR_LOG2, SAMPLED_KEYS
-from helion_attn.options import CacheOptions, ScoreOptions
+from helion_attn.options import CacheOptions, ScoreOptions, StepOptions
 from helion_attn.preprocess.lib.equalise import channel_factors_of
-from helion_attn.problem import AppendArgs, DecodeArgs, rope_arguments
-from helion_attn.types import CACHE_RECIPE, Layout, PagedKVCache, Recipe, RecipeName, Rope, as_cache_recipe
-from helion_attn.validate.dense import check_count
+from helion_attn.problem import AppendArgs, DecodeArgs, OpenPagesArgs, StepArgs, open_page_count, rope_arguments
+from helion_attn.types import CACHE_RECIPE, Layout, OpenPages, PagedKVCache, Recipe, RecipeName, Rope, as_cache_recipe
+from helion_attn.validate.dense import check_count, described
 from helion_attn.validate.kv_cache import (
     CONSTANTS,
     check_cache_constants,
     check_constant,
+    check_kv_cache,
     check_kvcache_append,
     check_kvcache_attention,
+    check_open_pages,
     check_page_head_dim,
+    check_step,
 )
 from helion_attn.validate.pages import check_pages_of_heads
 from helion_attn.validate.values import check_appended
+
+#: What has no name in `helion_attn` itself.
+__all__ = ["step", "step_open_pages"]
 
 
 def steady_mean(k: torch.Tensor, positions: int) -> torch.Tensor:
@@ -231,7 +236,8 @@ def append_kvcache(
     *,
     layout: Layout = "bhsd",
     rope: Rope | None = None,
-) -> None:
+    drafts: int = 0,
+) -> OpenPages:
     """Quantise new keys and values and store them behind those of each sequence; `cache_seqlens` is not advanced.
 
     Key i of sequence b goes to position t = cache_seqlens[b] + i, that is slot t % page_size of page
@@ -239,8 +245,10 @@ def append_kvcache(
     or page they cannot have (a negative length, a position past the table, a page outside of the pool) is not stored;
     `attention_kvcache` gives NaN for such a sequence.
 
-    A sequence's keys must be appended in order: the append that fills slot 0 of a page chooses the page's descales, and
-    also clears the slots past its own last key.
+    A sequence's keys must be appended in order: the append that fills slot 0 of a page also clears the slots past its
+    own last key. A page that is full is closed: rewritten, so that one descale serves all of its keys and one all of
+    its values. Sequences may share closed pages. Where a sequence goes on from inside of one, it opens again, and must
+    be the sequence's own; the keys that stay keep what closing has made of them.
 
     Args:
         cache: written.
@@ -252,6 +260,12 @@ def append_kvcache(
         layout: "bhsd" or "bshd".
         rope: rotate K by position first. Its tables must reach all positions: one outside makes NaN of its key. It must
             not have positions of its own; and k must have a last-dimension stride of 1.
+        drafts: how many of each sequence's new keys, the last ones, may still be rejected, up to half of a page. Pages
+            that hold some of them stay open until the next append.
+
+    Returns:
+        The pages that it touched in the form that they do not have in the cache, for `attention_kvcache` of the
+        queries of the new keys.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is accepted.
@@ -268,7 +282,7 @@ def append_kvcache(
     """
 
     def problem() -> tuple[Any, AppendArgs]:
-        check_kvcache_append(cache, k, v, block_table, cache_seqlens, layout, rope)
+        check_kvcache_append(cache, k, v, block_table, cache_seqlens, layout, rope, drafts)
         swapped = layout == "bshd"
         return ops.append_kv, AppendArgs(
             k=k.transpose(1, 2) if swapped else k,
@@ -276,12 +290,24 @@ def append_kvcache(
             cache=cache,
             block_table=block_table,
             cache_seqlens=cache_seqlens,
+            drafts=drafts,
             rope=rope_arguments(rope),
         )
 
     in_cache = cache_tensors(cache)
     tensors = k, v, *in_cache, block_table, cache_seqlens, *rope_tensors(rope)
-    plans.run("append_kvcache", tensors, (layout, *cache_sizes(cache), interleaved(rope)), problem, in_cache[:4])
+    options = layout, *cache_sizes(cache), interleaved(rope), drafts
+    k8, v8, k_descale, v_descale = plans.run("append_kvcache", tensors, options, problem, in_cache[:4])
+    return OpenPages(k8, v8, k_descale, v_descale, k.size(2 if layout == "bhsd" else 1), drafts)
+
+
+def open_page_fields(pages: OpenPages | None) -> tuple[Any, ...]:
+    """The fields of `OpenPagesArgs`."""
+    if pages is None:
+        return None, None, None, None, 0, 0
+    if not isinstance(pages, OpenPages):
+        raise TypeError(f"open_pages is {described(pages)}; it must be None or what append_kvcache returned")
+    return pages.k8, pages.v8, pages.k_descale, pages.v_descale, pages.keys, pages.drafts
 
 
 def decode_problem(
@@ -290,6 +316,7 @@ def decode_problem(
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
     *,
+    open_pages: OpenPages | None = None,
     causal: bool = True,
     sm_scale: float | None = None,
     layout: Layout = "bhsd",
@@ -303,12 +330,14 @@ def decode_problem(
     """The arguments of `attention_kvcache`, checked, as its operation takes them."""
     scores = ScoreOptions(causal=causal, sm_scale=sm_scale, window=window, softcap=softcap, sinks=sinks)
     check_kvcache_attention(q, cache, block_table, cache_seqlens, layout, scores, return_lse, num_splits, out_dtype)
+    check_open_pages(open_pages, cache, block_table)
     if debugging():  # not in a check that flash-attn's function makes before it appends
         check_appended(q, cache, block_table, cache_seqlens, layout)
     softmax = scores.resolved(cache.D)
     return DecodeArgs(
         q=q.transpose(1, 2) if layout == "bshd" else q,
         cache=cache,
+        open_pages=OpenPagesArgs(*open_page_fields(open_pages)),
         block_table=block_table,
         cache_seqlens=cache_seqlens,
         splits=num_splits,
@@ -329,6 +358,8 @@ def attention_of_heads(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`attention_kvcache` with pages of every KV head: each is a sequence of its own, and a page's heads are pages."""
     layout = options.pop("layout", "bhsd")
+    if options.pop("open_pages", None) is not None:
+        raise NotImplementedError("open_pages is given; with a block table of every KV head it must be None")
     check_pages_of_heads(q, cache, block_table, cache_seqlens, layout, options.get("window"), options.get("sinks"))
     swapped = layout == "bshd"
     q = q.transpose(1, 2) if swapped else q
@@ -398,10 +429,9 @@ def attention_kvcache(
 
     The heads that share a KV head, times M, are the rows of tiles. Below 64 rows, `fp8_attn_decode` has tiles of up to
     32. From 64 on, `fp8_attn_prefill` has tiles of 64 or 128: for a prompt in chunks, or drafts of several tokens. A
-    tile's pages are split over programs where tiles are few. Q is quantised on the way, one descale a row. A page costs
-    as much again for each descale of V, of e4m3 keys for each pair with K's, that some of its keys have in place of its
-    first key's, and for rows whose scores are beyond fp16. A NaN or infinity makes NaN of the rows that see its key, in
-    V also of others whose tile reads its page. With N for cache_seqlens[b], masks and results are those of `attention`.
+    tile's pages are split over programs where tiles are few. Q is quantised on the way, one descale a row. A NaN or
+    infinity makes NaN of the rows that see its key; in V, and in K of int8 where its page is closed, also of others
+    whose tile reads its page. With N for cache_seqlens[b], masks and results are those of `attention`.
 
     Args:
         q: [B, H, M, D], bf16, fp16 or fp32, any strides; with layout="bshd", H and M swapped. H is a multiple of the
@@ -411,6 +441,9 @@ def attention_kvcache(
             end are not read. Or [B, H_kv, pages], for each KV head the pages that its queries see, such as `pages.top`
             chooses; then `cache_seqlens` is [B, H_kv], `causal` counts keys as
             they are listed, and `window` and `sinks` are not supported.
+        open_pages: what `append_kvcache` returned of the keys that these queries came with. A causal query at position
+            i then sees the page of its own key open, as it was before it was full, whatever came with it, and all
+            earlier pages closed. Without, queries see pages as the cache has them: full ones closed.
         cache_seqlens: int32 [B], the keys of each sequence, those of the queries included. Neither table is read on the
             host. A length that is negative or exceeds the block table makes NaN of the sequence's output, and a page
             outside of the pool of the rows that see it, at least.
@@ -423,8 +456,9 @@ def attention_kvcache(
         num_splits: runs into which the pages that a query sees are split; chosen by default, from the shapes and the
             GPU. The results of two choices differ in their rounding. If it is given, and no more than the width of the
             block table, a query's out and lse have bits that depend on the query, the keys that it sees as the cache
-            stores them, and this number alone: in a chunk of any length, in any batch, on any pages. A NaN or infinity
-            is an exception, as above.
+            stores them, and this number alone: in a chunk of any length, in any batch, on any pages; with `open_pages`,
+            on the keys alone, however they were appended and with whatever drafts, unless a sequence went on from
+            inside of a closed page. A NaN or infinity is an exception, as above.
         return_lse: also return the log-sum-exp of the scores.
         out_dtype: bf16, fp16 or fp32; q's by default.
 
@@ -452,8 +486,202 @@ def attention_kvcache(
     if isinstance(block_table, torch.Tensor) and block_table.dim() == 3:
         return attention_of_heads(q, cache, block_table, cache_seqlens, return_lse, **options)
     more, of_sinks = split_tensors(sinks=options.get("sinks"))
-    rest = {name: x for name, x in options.items() if name != "sinks"}
-    tensors = q, *cache_tensors(cache), block_table, cache_seqlens, *more
-    given = *cache_sizes(cache), return_lse, *rest, *rest.values(), *of_sinks
+    rest = {name: x for name, x in options.items() if name not in ("sinks", "open_pages")}
+    opened = open_page_fields(options.get("open_pages"))
+    tensors = q, *cache_tensors(cache), *opened[:4], block_table, cache_seqlens, *more
+    given = *cache_sizes(cache), *opened[4:], return_lse, *rest, *rest.values(), *of_sinks
     out, lse = plans.run("attention_kvcache", tensors, given, problem)
+    return (out, lse) if return_lse else out
+
+
+def step_open_pages(cache: PagedKVCache, tokens: int, sequences: int, *, drafts: int = 0) -> OpenPages:
+    """Memory for the open pages of a `step` of at most so many tokens and sequences; not initialised.
+
+    Layers whose keys are others' read there what the layer that appended them wrote: `step(open_pages=)`.
+
+    Args:
+        cache: of the layer that appends.
+        tokens: rows of `step`'s q.
+        sequences: rows of its block table.
+        drafts: as `step` has it.
+
+    Example:
+        cache = ha.paged_kv_cache(num_pages=2, H_kv=2, D=64)
+        open_pages = ha.kv_cache.step_open_pages(cache, tokens=8, sequences=2)
+    """
+    check_kv_cache(cache)
+    check_count("tokens", tokens)
+    check_count("sequences", sequences)
+    count = open_page_count(tokens, sequences, cache.page_size, drafts)
+    k8, v8, k_descale, v_descale = (
+        x.new_empty((count, *x.shape[1:])) for x in (cache.k8, cache.v8, cache.k_descale, cache.v_descale)
+    )
+    return OpenPages(k8, v8, k_descale, v_descale, tokens, drafts)
+
+
+def step_problem(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    cache: PagedKVCache,
+    cu_seqlens: torch.Tensor,
+    block_table: torch.Tensor,
+    seqlens: torch.Tensor,
+    *,
+    drafts: int = 0,
+    open_pages: OpenPages | None = None,
+    out: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool = True,
+    sm_scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    rope: Rope | None = None,
+) -> StepArgs:
+    """The arguments of `step`, checked, as its operation takes them."""
+    scores = ScoreOptions(causal=causal, sm_scale=sm_scale, window=window, softcap=softcap, sinks=sinks)
+    check_step(
+        q, k, v, cache, cu_seqlens, block_table, seqlens, drafts, open_pages, out, max_seqlen_q, max_seqlen_k, scores,
+        num_splits, return_lse, rope,
+    )  # fmt: skip
+    softmax = scores.resolved(cache.D)
+    opened = OpenPagesArgs(*open_page_fields(open_pages))._replace(keys=0, drafts=drafts)
+    return StepArgs(
+        q=q,
+        k=k,
+        v=v,
+        cache=cache,
+        open_pages=opened,
+        cu_seqlens=cu_seqlens,
+        block_table=block_table,
+        seqlens=seqlens,
+        out=q.new_empty((q.size(0), q.size(1), cache.D_v)) if out is None else out,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        splits=num_splits,
+        softmax=softmax,
+        shift_lse=softmax.needs_k_mean_correction(return_lse),
+        rope=rope_arguments(rope),
+    )
+
+
+@overload
+def step(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    cache: PagedKVCache,
+    cu_seqlens: torch.Tensor,
+    block_table: torch.Tensor,
+    seqlens: torch.Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[StepOptions],
+) -> torch.Tensor: ...
+@overload
+def step(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    cache: PagedKVCache,
+    cu_seqlens: torch.Tensor,
+    block_table: torch.Tensor,
+    seqlens: torch.Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[StepOptions],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@reject_unknown_kwargs
+@options_of(step_problem)
+def step(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    cache: PagedKVCache,
+    cu_seqlens: torch.Tensor,
+    block_table: torch.Tensor,
+    seqlens: torch.Tensor,
+    *,
+    return_lse: bool = False,
+    **options: Unpack[StepOptions],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Append new keys and values to a paged cache, and attend to it: a step of an engine, in one call.
+
+    Tokens of all sequences follow each other, as many of each as there are: prompts, chunks of them and decodes. A
+    query sees its own key and the earlier ones of its sequence, as the cache stores them: the page of its own key open,
+    and all earlier ones closed, as `attention_kvcache` has it with `open_pages`.
+
+    Nothing is read on the host. Lengths and pages are values of tensors, so a CUDA graph serves any batch of as many
+    tokens and rows. `fp8_attn_decode` takes sequences of as few queries as fill the tiles of one new token and
+    its drafts, `fp8_attn_prefill` those of more.
+
+    Args:
+        q: [tokens, H, D], bf16, fp16 or fp32, any strides. H is a multiple of the cache's H_kv.
+        k: [tokens, H_kv, D], same dtype, any strides; or None, as v: then nothing is appended.
+        v: [tokens, H_kv, D_v].
+        cache: from `paged_kv_cache`; written if k is given.
+        cu_seqlens: int32 [B + 1], contiguous: sequence b has tokens `cu_seqlens[b]` up to `cu_seqlens[b + 1]`, at least
+            0 and no more than there are. Tokens behind the last sequence are of none.
+        block_table: int32 [B, pages of a sequence], contiguous: the pages of each sequence. Sequences do not share a
+            page that is appended to.
+        seqlens: int32 [B], contiguous: the keys of each sequence, those of its tokens here included. A sequence of 0 or
+            less is padding: its keys are not stored, and its rows of the output not written. One that exceeds the block
+            table gives NaN.
+        drafts: how many of each sequence's new tokens, the last ones, may still be rejected, up to half of a page.
+            Pages that hold some of them stay open until the next step.
+        open_pages: from `step_open_pages`. With k, memory for pages in the form that the cache does not have, in place
+            of the call's own. Without k, what a step of the same batch wrote there: then queries see what
+            that step's see. Without both they see pages as the cache has them.
+        out: [tokens, H, D_v], contiguous, bf16, fp16 or fp32, written; made by default, of q's dtype.
+        max_seqlen_q: the most tokens of a sequence. It and the next choose splits; a call that exceeds them is
+            right, and slower.
+        max_seqlen_k: the most keys of a sequence.
+        causal: as `attention_kvcache` has it, and so sm_scale, window, softcap, sinks and num_splits.
+        sm_scale: likewise.
+        window: likewise.
+        softcap: likewise.
+        sinks: likewise.
+        num_splits: likewise.
+        return_lse: also return the log-sum-exp of the scores.
+        rope: rotate K by position first, as `append_kvcache` has it.
+
+    Returns:
+        out, and fp32 lse [H, tokens], natural log, if asked for. Rows of padding, and of no sequence, are not written.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what is accepted.
+        NotImplementedError: neither a CUDA device of compute capability 9.0 nor the CPU.
+        RuntimeError: an input requires grad, in grad mode, or has a tangent.
+
+    Example:
+        cache = ha.paged_kv_cache(num_pages=2, H_kv=2, D=64)
+        block_table = torch.tensor([[1], [0]], dtype=torch.int32)
+        cu_seqlens = torch.tensor([0, 7, 8], dtype=torch.int32)  # a prompt of seven tokens, and one of one
+        seqlens = torch.tensor([7, 1], dtype=torch.int32)
+        q = torch.randn(8, 4, 64, dtype=torch.bfloat16)
+        k, v = torch.randn(2, 8, 2, 64, dtype=torch.bfloat16)
+        out = ha.kv_cache.step(q, k, v, cache, cu_seqlens, block_table, seqlens)
+    """
+    out: Any = options.pop("out", None)
+    if out is None and isinstance(q, torch.Tensor) and q.dim() == 3 and isinstance(cache, PagedKVCache):
+        out = q.new_empty((q.size(0), q.size(1), cache.D_v))
+    opened = options.pop("open_pages", None)
+
+    def problem() -> tuple[Any, StepArgs]:
+        given: dict[str, Any] = {**options, "out": out, "open_pages": opened, "return_lse": return_lse}
+        return ops.step, step_problem(q, k, v, cache, cu_seqlens, block_table, seqlens, **given)
+
+    more, of_tensors = split_tensors(rope=options.get("rope"), sinks=options.get("sinks"))
+    rest = {name: x for name, x in options.items() if name not in ("sinks", "rope")}
+    in_cache, pages = cache_tensors(cache), open_page_fields(opened)[:4]
+    tensors = q, k, v, *in_cache, *pages, cu_seqlens, block_table, seqlens, out, *more
+    key = *cache_sizes(cache), return_lse, *rest, *rest.values(), *of_tensors
+    written = [out] if k is None else [out, *in_cache[:4], *(x for x in pages if x is not None)]
+    returned = plans.run("kv_cache.step", tensors, key, problem, written)
+    # One tensor, or a plan's.
+    lse = returned if isinstance(returned, torch.Tensor) else returned[0]
     return (out, lse) if return_lse else out

@@ -34,10 +34,15 @@ def three_times(run: Run) -> Run:
             return returned
         if any(isinstance(x, FakeTensor) for x in (*(returned or ()), *written)):
             return returned
-        first = [*returned, *(x.clone() for x in written)]
+        if name == "append_kvcache":  # of the open pages that it returns, it writes those that it touches
+            returned_bits: Sequence[torch.Tensor | None] = ()
+        else:
+            returned_bits = returned
+        first = [*returned_bits, *(x.clone() for x in written)]
         for _ in range(2):
             again = run(name, tensors, options, problem, written)
         plans.forget()
+        again = () if name == "append_kvcache" else again
         assert all(torch.equal(bits(x), bits(y)) for x, y in zip(first, (*again, *written), strict=True)), (
             f"the third call of {name} has other bits than the first"
         )
