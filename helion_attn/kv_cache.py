@@ -27,6 +27,7 @@ from helion_attn.types import CACHE_RECIPE, Layout, OpenPages, PagedKVCache, Rec
 from helion_attn.validate.dense import check_count, described
 from helion_attn.validate.kv_cache import (
     CONSTANTS,
+    check_buffer,
     check_cache_constants,
     check_constant,
     check_kv_cache,
@@ -40,7 +41,7 @@ from helion_attn.validate.pages import check_pages_of_heads
 from helion_attn.validate.values import check_appended
 
 #: What has no name in `helion_attn` itself.
-__all__ = ["step", "step_open_pages"]
+__all__ = ["cache_from_buffer", "page_bytes", "step", "step_open_pages"]
 
 
 def steady_mean(k: torch.Tensor, positions: int) -> torch.Tensor:
@@ -182,28 +183,16 @@ def paged_kv_cache(
         cache = ha.paged_kv_cache(num_pages=8, H_kv=2, D=64)
         block_table = torch.tensor([[5, 0], [2, 7]], dtype=torch.int32)  # two sequences of up to two pages
     """
-    int8_keys = as_cache_recipe(recipe).qk_dtype == torch.int8
     check_count("num_pages", num_pages)
-    check_count("H_kv", H_kv)
-    check_page_head_dim("D", D)
     D_v = D if D_v is None else D_v
-    check_page_head_dim("D_v", D_v)
-    check_constant("k_mean", k_mean, H_kv, D)
-    check_constant("channel_factors", channel_factors, H_kv, D)
+    key_dtype, mean, factors = cache_fields(H_kv, D, D_v, device, recipe, k_mean, channel_factors)
     tile = page_packing(D, D_v)
 
     def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(num_pages, H_kv, *shape, dtype=dtype, device=device)
 
-    mean = factors = None
-    if k_mean is not None:
-        mean = torch.zeros(H_kv, tile.D_pad, dtype=torch.float32, device=device)
-        mean[:, :D] = k_mean
-    if channel_factors is not None:
-        factors = torch.ones(H_kv, tile.D_pad, dtype=torch.float32, device=device)
-        factors[:, :D] = powers_of_two(channel_factors)
     return PagedKVCache(
-        empty(tile.page_size, tile.D_pad, dtype=torch.int8 if int8_keys else torch.float8_e4m3fn),
+        empty(tile.page_size, tile.D_pad, dtype=key_dtype),
         empty(tile.D_v_pad, tile.page_size, dtype=torch.float8_e4m3fn),
         empty(tile.page_size, dtype=torch.float32),
         empty(tile.page_size, dtype=torch.float32),
@@ -212,6 +201,109 @@ def paged_kv_cache(
         D,
         D_v,
     )
+
+
+def cache_fields(
+    H_kv: int,
+    D: int,
+    D_v: int,
+    device: torch.device | str | None,
+    recipe: Recipe | RecipeName,
+    k_mean: torch.Tensor | None,
+    channel_factors: torch.Tensor | None,
+) -> tuple[torch.dtype, torch.Tensor | None, torch.Tensor | None]:
+    """The dtype of keys, and the constants of a cache, padded; the arguments are checked."""
+    int8_keys = as_cache_recipe(recipe).qk_dtype == torch.int8
+    check_count("H_kv", H_kv)
+    check_page_head_dim("D", D)
+    check_page_head_dim("D_v", D_v)
+    check_constant("k_mean", k_mean, H_kv, D)
+    check_constant("channel_factors", channel_factors, H_kv, D)
+    mean = factors = None
+    padded = H_kv, page_packing(D, D_v).D_pad
+    if k_mean is not None:
+        mean = torch.zeros(padded, dtype=torch.float32, device=device)
+        mean[:, :D] = k_mean
+    if channel_factors is not None:
+        factors = torch.ones(padded, dtype=torch.float32, device=device)
+        factors[:, :D] = powers_of_two(channel_factors)
+    return torch.int8 if int8_keys else torch.float8_e4m3fn, mean, factors
+
+
+def page_bytes(H_kv: int, D: int, D_v: int | None = None) -> int:
+    """Return the bytes of a page of a cache: of all its heads, K, V and their descales.
+
+    page_size * H_kv * (D + D_v + 8), with D and D_v padded, as they are stored.
+
+    Args:
+        H_kv: KV heads.
+        D: head dim of Q and K; 16..512.
+        D_v: head dim of V; D by default.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what is accepted.
+
+    Example:
+        assert ha.kv_cache.page_bytes(H_kv=8, D=128) == 128 * 8 * (128 + 128 + 8)
+    """
+    D_v = D if D_v is None else D_v
+    check_count("H_kv", H_kv)
+    check_page_head_dim("D", D)
+    check_page_head_dim("D_v", D_v)
+    tile = page_packing(D, D_v)
+    return tile.page_size * H_kv * (tile.D_pad + tile.D_v_pad + 8)
+
+
+@reject_unknown_kwargs
+def cache_from_buffer(
+    buffer: torch.Tensor,
+    H_kv: int,
+    D: int,
+    *,
+    D_v: int | None = None,
+    recipe: Recipe | RecipeName = CACHE_RECIPE,
+    k_mean: torch.Tensor | None = None,
+    channel_factors: torch.Tensor | None = None,
+) -> PagedKVCache:
+    """Return a cache that lies in a caller's memory; `PagedKVCache.from_buffer` is the same.
+
+    A page's bytes are together: of each head K, V, the descales of K and those of V. Nothing is written.
+
+    Args:
+        buffer: uint8 or int8 [num_pages, at least `page_bytes` bytes], pages any multiple of 16 bytes apart, so that
+            layers can share it; on the device of the cache.
+        H_kv: and D, D_v, recipe, k_mean, channel_factors, as `paged_kv_cache` has them.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what is accepted.
+
+    Example:
+        buffer = torch.zeros(8, ha.kv_cache.page_bytes(H_kv=2, D=64), dtype=torch.uint8)
+        cache = ha.kv_cache.cache_from_buffer(buffer, H_kv=2, D=64)
+    """
+    D_v = D if D_v is None else D_v
+    device = buffer.device if isinstance(buffer, torch.Tensor) else None
+    key_dtype, mean, factors = cache_fields(H_kv, D, D_v, device, recipe, k_mean, channel_factors)
+    check_buffer(buffer, page_bytes(H_kv, D, D_v), H_kv)
+    tile = page_packing(D, D_v)
+    # [num_pages, H_kv, bytes of a head]
+    of_head = page_bytes(1, D, D_v)
+    heads = buffer.narrow(1, 0, H_kv * of_head).unflatten(1, (H_kv, of_head))
+    sizes = [tile.page_size * tile.D_pad, tile.D_v_pad * tile.page_size, 4 * tile.page_size, 4 * tile.page_size]
+    k8, v8, k_descale, v_descale = heads.split(sizes, 2)
+    return PagedKVCache(
+        k8.view(key_dtype).unflatten(2, (tile.page_size, tile.D_pad)),
+        v8.view(torch.float8_e4m3fn).unflatten(2, (tile.D_v_pad, tile.page_size)),
+        k_descale.view(torch.float32),
+        v_descale.view(torch.float32),
+        mean,
+        factors,
+        D,
+        D_v,
+    )
+
+
+PagedKVCache.from_buffer = staticmethod(cache_from_buffer)
 
 
 def cache_tensors(cache: PagedKVCache) -> tuple[Any, ...]:

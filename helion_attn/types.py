@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -621,7 +621,8 @@ class PagedKVCache(_OfTensors):
     block table names hold anything. It can be moved, saved and loaded as a `QuantizedQKV`.
 
     Attributes:
-        k8: float8_e4m3fn or int8 [num_pages, H_kv, page_size, D_pad].
+        k8: float8_e4m3fn or int8 [num_pages, H_kv, page_size, D_pad]; pages and heads of it and of the next three may
+            lie anywhere, multiples of 16 bytes apart.
         v8: float8_e4m3fn [num_pages, H_kv, D_v_pad, page_size], transposed, its keys interleaved inside every 16: key
             `8a + 2t + b` is stored at `4t + 2a + b` (a, b in {0, 1}, t in 0..3).
         k_descale: fp32 [num_pages, H_kv, page_size], in the order of the keys; of e4m3 keys powers of two.
@@ -646,6 +647,8 @@ class PagedKVCache(_OfTensors):
     channel_factors: torch.Tensor | None
     D: int
     D_v: int
+    #: A cache that lies in a caller's memory: `kv_cache.cache_from_buffer`, which knows how large pages are.
+    from_buffer: ClassVar[Callable[..., PagedKVCache]]
 
     @property
     def page_size(self) -> int:

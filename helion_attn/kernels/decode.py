@@ -137,9 +137,9 @@ def in_order_of_v(p8: torch.Tensor, bn: int, rows: int) -> torch.Tensor:
 def fp8_attn_decode(
     q: torch.Tensor,  # flat
     k8: torch.Tensor,  # [num_pages, H_kv, bn, D_pad], with `d_in_halves` [num_pages, H_kv, 2, bn, D_pad / 2]
-    v8: torch.Tensor,  # [num_pages, H_kv, D_v_pad, bn], with `in_halves` [num_pages, H_kv * 2, D_v_pad / 2, bn]
-    k_descale: torch.Tensor,  # [num_pages * H_kv * bn]
-    v_descale: torch.Tensor,  # [num_pages * H_kv * bn]
+    v8: torch.Tensor,  # [num_pages, H_kv, D_v_pad, bn], with `in_halves` [num_pages, H_kv, 2, D_v_pad / 2, bn]
+    k_descale: torch.Tensor,  # flat
+    v_descale: torch.Tensor,  # flat
     open_k8: torch.Tensor,  # as k8, of `open_width` pages a sequence, if has_open_pages
     open_v8: torch.Tensor,  # likewise
     open_k_descale: torch.Tensor,  # [B * open_width * H_kv * bn]
@@ -152,6 +152,8 @@ def fp8_attn_decode(
     channel_factors: torch.Tensor,  # [factor_rows * D_pad] if equalise
     out: torch.Tensor,  # [splits * B * H * M, D_v], written
     lse: torch.Tensor,  # [splits * B * H * M], written
+    page_step: int,
+    head_step: int,
     open_width: int,
     new_keys: int,
     drafts: int,
@@ -186,7 +188,7 @@ def fp8_attn_decode(
     num_pages, kv_heads, B = k8.size(0), k8.size(1), cache_seqlens.size(0)
     bn = hl.specialize(k8.size(-2))
     d_tile = hl.specialize(k8.size(-1))
-    d_v_tile = hl.specialize(v8.size(2))
+    d_v_tile = hl.specialize(v8.size(-2))
     d_out = hl.specialize(out.size(1))
     # Known strides keep loads and stores 16 bytes wide.
     hl.specialize((q.stride(0), out.stride(0), out.stride(1), k_descale.stride(0), v_descale.stride(0)))
@@ -297,8 +299,8 @@ def fp8_attn_decode(
             else:
                 k_tile = k8[page, h, :, :]
             if spec.in_halves:
-                v_tile = v8[page, h * 2, :, :]
-                v_high = v8[page, h * 2 + 1, :, :]
+                v_tile = v8[page, h, 0, :, :]
+                v_high = v8[page, h, 1, :, :]
             else:
                 v_tile = v8[page, h, :, :]
             # [bn, rows]
@@ -306,7 +308,7 @@ def fp8_attn_decode(
                 s = scores_of_pieces([k_tile, k_high], [q_tile, q_high], spec.is_cuda)
             else:
                 s = scores(k_tile, q_tile, bn, spec.rows, False, spec.is_cuda)
-            first_slot = (page_again * int32(kv_heads) + int32(h)) * bn
+            first_slot = page_again.to(torch.int64) * page_step + h * head_step
             page_k, page_v = descales_of_page(k_descale, v_descale, first_slot, spec.is_cuda)
             v_log2 = log2_of_power(page_v)
             row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
@@ -373,15 +375,15 @@ def fp8_attn_decode(
                     k_tile = torch.where(elsewhere, open_k8[slot, h, :, :], k_tile)
                 s = scores(k_tile, q_tile, bn, spec.rows, False, spec.is_cuda)
             if spec.in_halves:
-                v_tile, v_high = v8[page, h * 2, :, :], v8[page, h * 2 + 1, :, :]
+                v_tile, v_high = v8[page, h, 0, :, :], v8[page, h, 1, :, :]
                 if spec.has_open_pages:
-                    v_tile = torch.where(elsewhere, open_v8[slot, h * 2, :, :], v_tile)
-                    v_high = torch.where(elsewhere, open_v8[slot, h * 2 + 1, :, :], v_high)
+                    v_tile = torch.where(elsewhere, open_v8[slot, h, 0, :, :], v_tile)
+                    v_high = torch.where(elsewhere, open_v8[slot, h, 1, :, :], v_high)
             else:
                 v_tile = v8[page, h, :, :]
                 if spec.has_open_pages:
                     v_tile = torch.where(elsewhere, open_v8[slot, h, :, :], v_tile)
-            first_slot = (page * int32(kv_heads) + int32(h)) * bn
+            first_slot = page.to(torch.int64) * page_step + h * head_step
             own_k, own_v, page_k, page_v, is_open = descales_by_form(k_descale, v_descale, first_slot, bn)
             if spec.has_open_pages:
                 of_slot = descales_by_form(open_k_descale, open_v_descale, (slot * int32(kv_heads) + int32(h)) * bn, bn)

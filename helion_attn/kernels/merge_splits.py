@@ -94,7 +94,7 @@ def merge_splits_kernel(
             lse_row, out_row = head * m_len + token, head * out_head_step + token * out_row_step
             splits: Int = torch.where(is_there, all_splits, 0).sum(0)
         else:
-            splits, head, lse_row = all_splits, r // m_len % heads, r
+            splits = all_splits
         # [D_row]
         cols = hl.arange(spec.d_row)
         # [at_once]
@@ -106,9 +106,10 @@ def merge_splits_kernel(
         largest = torch.amax(peak, 0)
         if spec.has_sinks:
             # []
-            sink = hl.load(sinks, [head])
             if spec.batch:
-                sink = sink.sum(0)
+                sink = hl.load(sinks, [head]).sum(0)
+            else:
+                sink = hl.load(sinks, [r // m_len % heads])
             largest = maximum(largest, sink, spec.is_cuda)
         # exp(-inf - -inf) would be NaN.
         shift = torch.where(largest == float("-inf"), 0.0, largest)
@@ -136,16 +137,20 @@ def merge_splits_kernel(
         if spec.has_sinks:
             no_key = no_key & (sum_of_weights == sum_of_weights)  # a sink that is NaN stays one
         o = torch.where(no_key, 0.0, acc * (1.0 / sum_of_weights))
-        lse_of_row = shift + torch.log2(sum_of_weights) * LN2
-        if spec.has_shift:
-            lse_of_row = lse_of_row + hl.load(lse_shift, [lse_row])  # [1] of a packed batch
         if spec.batch:
             written = is_there.unsqueeze(1) & (cols < d).unsqueeze(0)
             hl.store(out, [out_row, cols], to_out_dtype(o, out.dtype).unsqueeze(0), extra_mask=written)
-            hl.store(lse, [lse_row], lse_of_row + 0.0 * lse_row, extra_mask=is_there)
+            lse_of_row = shift + torch.log2(sum_of_weights) * LN2 + 0.0 * lse_row
+            if spec.has_shift:
+                lse_of_row = lse_of_row + hl.load(lse_shift, [lse_row], extra_mask=is_there)
+            hl.store(lse, [lse_row], lse_of_row, extra_mask=is_there)
         else:
+            head = r // m_len % heads
             out_row = r // (heads * m_len) * heads * m_len + head * out_head_step + (r % m_len) * out_row_step
             hl.store(out, [out_row, cols], to_out_dtype(o, out.dtype), extra_mask=cols < d)
+            lse_of_row = shift + torch.log2(sum_of_weights) * LN2
+            if spec.has_shift:
+                lse_of_row = lse_of_row + hl.load(lse_shift, [r])
             lse[r] = lse_of_row
 
 

@@ -118,9 +118,9 @@ def parts_of_v(D_v_pad: int) -> int:
 def fp8_attn_prefill(
     q: torch.Tensor,  # flat
     k8: torch.Tensor,  # [num_pages, H_kv, bn, D_pad], with `d_in_halves` [num_pages, H_kv, 2, bn, D_pad / 2]
-    v8: torch.Tensor,  # [num_pages, H_kv, D_v_pad, bn], with n pieces [num_pages, H_kv * n, D_v_pad / n, bn]
-    k_descale: torch.Tensor,  # [num_pages * H_kv * bn]
-    v_descale: torch.Tensor,  # [num_pages * H_kv * bn]
+    v8: torch.Tensor,  # [num_pages, H_kv, D_v_pad, bn], with n pieces [num_pages, H_kv, n, D_v_pad / n, bn]
+    k_descale: torch.Tensor,  # flat
+    v_descale: torch.Tensor,  # flat
     open_k8: torch.Tensor,  # as k8, of `open_width` pages a sequence, if has_open_pages
     open_v8: torch.Tensor,  # likewise
     open_k_descale: torch.Tensor,  # [B * open_width * H_kv * bn]
@@ -133,6 +133,8 @@ def fp8_attn_prefill(
     channel_factors: torch.Tensor,  # [factor_rows * D_pad] if equalise
     out: torch.Tensor,  # [splits * B * H * M, D_v], written
     lse: torch.Tensor,  # [splits * B * H * M], written
+    page_step: int,
+    head_step: int,
     open_width: int,
     new_keys: int,
     drafts: int,
@@ -167,7 +169,7 @@ def fp8_attn_prefill(
     num_pages, kv_heads, B = k8.size(0), k8.size(1), cache_seqlens.size(0)
     bn = hl.specialize(k8.size(-2))
     d_tile = hl.specialize(k8.size(-1))
-    d_v_tile = hl.specialize(v8.size(2))
+    d_v_tile = hl.specialize(v8.size(-2))
     d_out = hl.specialize(out.size(1))
     # Known strides keep loads and stores 16 bytes wide.
     hl.specialize((q.stride(0), out.stride(0), out.stride(1)))
@@ -181,7 +183,7 @@ def fp8_attn_prefill(
         h = bh % kv_heads
         # A program has a part of V's channels. Parts of a tile are neighbours, read the same K, and have the same lse.
         tile_from_end = from_end // spec.v_parts
-        h_v = h * spec.v_parts + from_end % spec.v_parts
+        v_part = from_end % spec.v_parts
         if spec.batch:
             # [batch]; sequences of few queries are those of `fp8_attn_decode`.
             of_each = queries_of_batch(cu_seqlens, cache_seqlens, B, spec.batch)
@@ -299,17 +301,19 @@ def fp8_attn_prefill(
             else:
                 k_page = k8[page, h, :, :]
             if spec.in_halves:
-                v_page = v8[page, h_v * 2, :, :]
-                v_high = v8[page, h_v * 2 + 1, :, :]
+                v_page = v8[page, h, v_part * 2, :, :]
+                v_high = v8[page, h, v_part * 2 + 1, :, :]
+            elif spec.v_parts > 1:
+                v_page = v8[page, h, v_part, :, :]
             else:
-                v_page = v8[page, h_v, :, :]
+                v_page = v8[page, h, :, :]
             # [bm, bn]
             if spec.d_in_halves:
                 s = scores_of_pieces([q_tile, q_high], [k_page.transpose(0, 1), k_high.transpose(0, 1)], spec.is_cuda)
             else:
                 s = scores(q_tile, k_page.transpose(0, 1), spec.rows, bn, False, spec.is_cuda)
             # Meanwhile.
-            first_slot = (page_again * int32(kv_heads) + int32(h)) * bn
+            first_slot = page_again.to(torch.int64) * page_step + h * head_step
             page_k, page_v = descales_of_page(k_descale, v_descale, first_slot, spec.is_cuda)
             v_log2 = log2_of_power(page_v)
             row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
@@ -378,15 +382,19 @@ def fp8_attn_prefill(
                     k_page = torch.where(elsewhere, open_k8[slot, h, :, :], k_page)
                 s = scores(q_tile, k_page.transpose(0, 1), spec.rows, bn, False, spec.is_cuda)
             if spec.in_halves:
-                v_page, v_high = v8[page, h_v * 2, :, :], v8[page, h_v * 2 + 1, :, :]
+                v_page, v_high = v8[page, h, v_part * 2, :, :], v8[page, h, v_part * 2 + 1, :, :]
                 if spec.has_open_pages:
-                    v_page = torch.where(elsewhere, open_v8[slot, h_v * 2, :, :], v_page)
-                    v_high = torch.where(elsewhere, open_v8[slot, h_v * 2 + 1, :, :], v_high)
+                    v_page = torch.where(elsewhere, open_v8[slot, h, v_part * 2, :, :], v_page)
+                    v_high = torch.where(elsewhere, open_v8[slot, h, v_part * 2 + 1, :, :], v_high)
+            elif spec.v_parts > 1:
+                v_page = v8[page, h, v_part, :, :]
+                if spec.has_open_pages:
+                    v_page = torch.where(elsewhere, open_v8[slot, h, v_part, :, :], v_page)
             else:
-                v_page = v8[page, h_v, :, :]
+                v_page = v8[page, h, :, :]
                 if spec.has_open_pages:
-                    v_page = torch.where(elsewhere, open_v8[slot, h_v, :, :], v_page)
-            first_slot = (page * int32(kv_heads) + int32(h)) * bn
+                    v_page = torch.where(elsewhere, open_v8[slot, h, :, :], v_page)
+            first_slot = page.to(torch.int64) * page_step + h * head_step
             own_k, own_v, page_k, page_v, is_open = descales_by_form(k_descale, v_descale, first_slot, bn)
             if spec.has_open_pages:
                 of_slot = descales_by_form(open_k_descale, open_v_descale, (slot * int32(kv_heads) + int32(h)) * bn, bn)
@@ -457,7 +465,7 @@ def fp8_attn_prefill(
         if not spec.batch:
             out_rows = out_rows + b * kv_heads * group * m_len
         # [bm, d_v_tile]
-        channels = from_end % spec.v_parts * (d_v_tile * (1 + spec.in_halves)) + hl.arange(d_v_tile)
+        channels = v_part * (d_v_tile * (1 + spec.in_halves)) + hl.arange(d_v_tile)
         o = torch.where(no_key.unsqueeze(1), 0.0, acc * normaliser.unsqueeze(1))
         stored = in_range.unsqueeze(1) & (channels < d_out).unsqueeze(0)
         hl.store(out, [out_rows, channels], o.to(out.dtype), extra_mask=stored)

@@ -31,7 +31,7 @@ from helion_attn.kernels.lib.keys import keys_of_batch, queries_of_batch, querie
 from helion_attn.kernels.lib.rope import rope_rows, rope_tables
 from helion_attn.kernels.lib.scalars import int32, inverse_of_power, quotient
 from helion_attn.kernels.lib.steps import to_descale
-from helion_attn.kernels.lib.strided import common_unit, load_rows, row_channels, strided_rows
+from helion_attn.kernels.lib.strided import common_unit, flat_memory, load_rows, row_channels, strided_rows
 from helion_attn.numerics import (
     E4M3_MAX,
     INT8_MAX,
@@ -41,6 +41,7 @@ from helion_attn.numerics import (
     MIN_K_DESCALE_LOG2,
 )
 from helion_attn.preprocess import close_pages
+from helion_attn.preprocess.close_pages import BYTE_UNIT, FP32_UNIT
 from helion_attn.preprocess.lib.v_layout import key_stored_at
 from helion_attn.problem import AppendArgs, PackedBatch
 
@@ -132,8 +133,8 @@ def append_kv(
     v: torch.Tensor,  # flat
     k8: torch.Tensor,  # flat, written
     v8: torch.Tensor,  # flat, written
-    k_descale: torch.Tensor,  # [num_pages * H_kv * bn], written
-    v_descale: torch.Tensor,  # [num_pages * H_kv * bn], written
+    k_descale: torch.Tensor,  # flat, written
+    v_descale: torch.Tensor,  # flat, written
     k_mean: torch.Tensor,  # [H_kv * D_pad] if has_mean
     channel_factors: torch.Tensor,  # [H_kv * D_pad] if equalise
     block_table: torch.Tensor,  # [B * max_pages]
@@ -142,6 +143,12 @@ def append_kv(
     cos: torch.Tensor,  # [table_rows * rotary / 2]
     sin: torch.Tensor,  # [table_rows * rotary / 2]
     num_pages: int,
+    k_page_step: int,
+    k_head_step: int,
+    v_page_step: int,
+    v_head_step: int,
+    d_page_step: int,
+    d_head_step: int,
     max_pages: int,
     kv_heads: int,
     tiles: int,
@@ -200,10 +207,13 @@ def append_kv(
         known = listed & (page >= 0) & (page < num_pages)
         stored = given & known
         # A pool may have more than 2**31 elements.
-        block = page.to(torch.int64) * kv_heads + h
+        wide_page = page.to(torch.int64)
+        of_k = (wide_page * k_page_step + h * k_head_step) * BYTE_UNIT
+        of_v = (wide_page * v_page_step + h * v_head_step) * BYTE_UNIT
+        of_descales = (wide_page * d_page_step + h * d_head_step) * FP32_UNIT
 
         # Only the first program of a sequence may find its page closed, and no other writes what says so.
-        page_at = torch.where(known, block * spec.bn, 0)
+        page_at = torch.where(known, of_descales, 0)
         old_k, mark, old_v = (
             hl.load(k_descale, [page_at]),
             hl.load(k_descale, [page_at + 1]),
@@ -237,8 +247,8 @@ def append_kv(
             inverse = inverse_of_power(hl.load(channel_factors, [h * spec.d_pad + cols])).unsqueeze(0)
             x = x * inverse
 
-        at = block * spec.bn + first_slot + key
-        k_at = at.unsqueeze(1) * spec.d_pad + cols.unsqueeze(0)
+        at = of_descales + first_slot + key
+        k_at = of_k + (first_slot + key).unsqueeze(1) * spec.d_pad + cols.unsqueeze(0)
         # [keys], then [keys, D_pad]
         if spec.int8_keys:
             k_scale = descale_of_int8_key(torch.amax(torch.abs(x), 1), spec.k_limit_log2)
@@ -260,7 +270,7 @@ def append_kv(
         v_tile = (factor.unsqueeze(1) * y).to(v8.dtype)
         v_tile = v_tile.reshape(4, spec.keys // 4, spec.d_v_pad).permute(2, 1, 0).reshape(spec.d_v_pad, spec.keys)
         places = hl.arange(spec.keys)
-        v_at = (block * spec.d_v_pad + channels).unsqueeze(1) * spec.bn + (first_slot + places).unsqueeze(0)
+        v_at = of_v + channels.unsqueeze(1) * spec.bn + (first_slot + places).unsqueeze(0)
         if known & (begin >= first) & (begin - first <= new_keys - spec.keys):
             # Without a mask, 16 bytes at once.
             hl.store(v8, [v_at], v_tile)
@@ -275,20 +285,20 @@ def append_kv(
         if (begins | opens) & (keys_there < spec.bn):
             # [bn]
             place = hl.arange(spec.bn)
-            cleared = (block * spec.d_v_pad + channels).unsqueeze(1) * spec.bn + place.unsqueeze(0)
+            cleared = of_v + channels.unsqueeze(1) * spec.bn + place.unsqueeze(0)
             no_value = hl.zeros([spec.d_v_pad, spec.bn], dtype=v8.dtype)
             hl.store(v8, [cleared], no_value, extra_mask=(key_stored_at(place) >= keys_there).unsqueeze(0))
             behind = place >= keys_there
             ones = hl.full([spec.bn], 1.0, dtype=torch.float32)
-            hl.store(k_descale, [block * spec.bn + place], ones, extra_mask=behind)
-            hl.store(v_descale, [block * spec.bn + place], ones, extra_mask=behind)
+            hl.store(k_descale, [of_descales + place], ones, extra_mask=behind)
+            hl.store(v_descale, [of_descales + place], ones, extra_mask=behind)
         if opens:
             # [bn]: slots of keys that were there, but for the first one's.
             slot = hl.arange(spec.bn)
             older = (slot > 0) & (slot < first % spec.bn)
             of_page = hl.zeros([spec.bn], dtype=torch.float32)
-            hl.store(k_descale, [block * spec.bn + slot], of_page + old_k, extra_mask=older)
-            hl.store(v_descale, [block * spec.bn + slot], of_page + old_v, extra_mask=older)
+            hl.store(k_descale, [of_descales + slot], of_page + old_k, extra_mask=older)
+            hl.store(v_descale, [of_descales + slot], of_page + old_v, extra_mask=older)
 
 
 @functools.cache
@@ -312,7 +322,7 @@ def launch(
     unit = common_unit(a.k, a.v)
     k, v = strided_rows(a.k, unit), strided_rows(a.v, unit)
     rope = rope_tables(a.rope, D_pad, a.k.new_empty(1, dtype=torch.float32))
-    unread = cache.k_descale.view(-1)
+    unread = flat_memory(cache.k_descale)
     tiles = (L + 2 * keys - 2) // keys
     if batch is not None:
         # Each sequence has two that are not full, at most.
@@ -321,10 +331,10 @@ def launch(
         {
             "k": k.flat,
             "v": v.flat,
-            "k8": cache.k8.view(-1),
-            "v8": cache.v8.view(-1),
-            "k_descale": cache.k_descale.view(-1),
-            "v_descale": cache.v_descale.view(-1),
+            "k8": flat_memory(cache.k8),
+            "v8": flat_memory(cache.v8),
+            "k_descale": flat_memory(cache.k_descale),
+            "v_descale": flat_memory(cache.v_descale),
             "k_mean": unread if cache.k_mean is None else cache.k_mean.view(-1),
             "channel_factors": unread if cache.channel_factors is None else cache.channel_factors.view(-1),
             "block_table": a.block_table.view(-1),
@@ -333,6 +343,12 @@ def launch(
             "cos": rope.cos,
             "sin": rope.sin,
             "num_pages": num_pages,
+            "k_page_step": cache.k8.stride(0) // BYTE_UNIT,
+            "k_head_step": cache.k8.stride(1) // BYTE_UNIT,
+            "v_page_step": cache.v8.stride(0) // BYTE_UNIT,
+            "v_head_step": cache.v8.stride(1) // BYTE_UNIT,
+            "d_page_step": cache.k_descale.stride(0) // FP32_UNIT,
+            "d_head_step": cache.k_descale.stride(1) // FP32_UNIT,
             "max_pages": a.block_table.size(1),
             "kv_heads": H_kv,
             "tiles": tiles,

@@ -25,9 +25,13 @@ from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import to_int8
 from helion_attn.kernels.lib.keys import keys_of_batch, queries_of_batch, queries_of_sequence, sequence_of
 from helion_attn.kernels.lib.scalars import int32, quotient
+from helion_attn.kernels.lib.strided import flat_memory
 from helion_attn.numerics import CLOSED
 from helion_attn.preprocess.lib.v_layout import key_stored_at
 from helion_attn.problem import AppendArgs, PackedBatch, open_page_count, pages_apart
+
+#: Steps of a cache's tensors come in these, 16 bytes, so that Triton knows that they are aligned.
+BYTE_UNIT, FP32_UNIT = 16, 4
 
 
 class CloseSpec(NamedTuple):
@@ -58,8 +62,8 @@ class CloseSpec(NamedTuple):
 def close_full_pages(
     k8: torch.Tensor,  # flat, written
     v8: torch.Tensor,  # flat, written
-    k_descale: torch.Tensor,  # [num_pages * H_kv * bn], written
-    v_descale: torch.Tensor,  # [num_pages * H_kv * bn], written
+    k_descale: torch.Tensor,  # flat, written
+    v_descale: torch.Tensor,  # flat, written
     open_k8: torch.Tensor,  # [B * width * H_kv * bn * D_pad], written
     open_v8: torch.Tensor,  # [B * width * H_kv * bn * D_v_pad], written
     open_k_descale: torch.Tensor,  # [B * width * H_kv * bn], written
@@ -68,6 +72,12 @@ def close_full_pages(
     cache_seqlens: torch.Tensor,  # [B], without the new keys; of a packed batch with them
     cu_seqlens: torch.Tensor,  # [B + 1] if batch
     num_pages: int,
+    k_page_step: int,
+    k_head_step: int,
+    v_page_step: int,
+    v_head_step: int,
+    d_page_step: int,
+    d_head_step: int,
     max_pages: int,
     kv_heads: int,
     width: int,
@@ -110,22 +120,25 @@ def close_full_pages(
         page = hl.load(block_table, [torch.where(listed, b * max_pages + j, 0)])
         known = listed & (page >= 0) & (page < num_pages) & (new_keys > 0)
         # A pool may have more than 2**31 elements.
-        block = torch.where(known, page, 0).to(torch.int64) * kv_heads + h
+        wide_page = torch.where(known, page, 0).to(torch.int64)
+        of_k = (wide_page * k_page_step + h * k_head_step) * BYTE_UNIT
+        of_v = (wide_page * v_page_step + h * v_head_step) * BYTE_UNIT
+        of_descales = (wide_page * d_page_step + h * d_head_step) * FP32_UNIT
         begin, end, keys = j * spec.bn, (j + 1) * spec.bn, first + new_keys
         is_full, settled = end <= keys, end <= keys - drafts
         # Behind a full page that drafts keep open.
         follows = (begin < keys) & (begin > first) & (begin > keys - drafts)
         # Not "open", since a NaN is neither.
-        closed = (hl.load(k_descale, [block * spec.bn + 1]) < 0.0).to(torch.int32)
+        closed = (hl.load(k_descale, [of_descales + 1]) < 0.0).to(torch.int32)
         closes = settled & (closed == 0)
         copies = (i > 0) & (is_full | follows)
         if known & (closes | copies):
             # [bn], keys, and V's in their order
             slot = hl.arange(spec.bn)
             stored = key_stored_at(slot)
-            own_k = hl.load(k_descale, [block * spec.bn + slot])
-            own_v = hl.load(v_descale, [block * spec.bn + slot])
-            own_v_stored = hl.load(v_descale, [block * spec.bn + stored])
+            own_k = hl.load(k_descale, [of_descales + slot])
+            own_v = hl.load(v_descale, [of_descales + slot])
+            own_v_stored = hl.load(v_descale, [of_descales + stored])
             # Descales are not negative, and a NaN's bits are larger than any.
             page_k = torch.amax(own_k.view(torch.int32), 0).view(torch.float32)
             page_v = torch.amax(own_v, 0)
@@ -138,7 +151,7 @@ def close_full_pages(
                 # [bn, d_tile]
                 cols = k_tile * spec.d_tile + hl.arange(spec.d_tile)
                 k_in_page = slot.unsqueeze(1) * spec.d_pad + cols.unsqueeze(0)
-                k_at = block * (spec.bn * spec.d_pad) + k_in_page
+                k_at = of_k + k_in_page
                 k = hl.load(k8, [k_at])
                 if spec.int8_keys:
                     k_closed = to_int8(k.to(torch.float32), k_factor, spec.is_cuda)
@@ -153,7 +166,7 @@ def close_full_pages(
                 # [d_tile, bn]
                 channels = v_tile * spec.d_tile + hl.arange(spec.d_tile)
                 v_in_page = channels.unsqueeze(1) * spec.bn + slot.unsqueeze(0)
-                v_at = block * (spec.bn * spec.d_v_pad) + v_in_page
+                v_at = of_v + v_in_page
                 v = hl.load(v8, [v_at])
                 v_closed = (v.to(torch.float32) * v_factor).to(v8.dtype)
                 if copies:
@@ -172,8 +185,8 @@ def close_full_pages(
                 # All have read the descales.
                 hl.inline_triton("tl.debug_barrier()", args=(), output_like=None)
             if closes:
-                hl.store(k_descale, [block * spec.bn + slot], new_k, extra_mask=marked)
-                hl.store(v_descale, [block * spec.bn + slot], new_v, extra_mask=marked)
+                hl.store(k_descale, [of_descales + slot], new_k, extra_mask=marked)
+                hl.store(v_descale, [of_descales + slot], new_v, extra_mask=marked)
 
 
 @functools.cache
@@ -207,10 +220,10 @@ def launch(
         width, pages = pages_apart(a.drafts), length // bn + 3 * min(sequences, length)
     kernel(a.k.is_cuda).run(
         {
-            "k8": cache.k8.view(-1),
-            "v8": cache.v8.view(-1),
-            "k_descale": cache.k_descale.view(-1),
-            "v_descale": cache.v_descale.view(-1),
+            "k8": flat_memory(cache.k8),
+            "v8": flat_memory(cache.v8),
+            "k_descale": flat_memory(cache.k_descale),
+            "v_descale": flat_memory(cache.v_descale),
             "open_k8": open_pages[0].view(-1),
             "open_v8": open_pages[1].view(-1),
             "open_k_descale": open_pages[2].view(-1),
@@ -219,6 +232,12 @@ def launch(
             "cache_seqlens": a.cache_seqlens,
             "cu_seqlens": a.cache_seqlens if batch is None else batch.cu_seqlens,
             "num_pages": num_pages,
+            "k_page_step": cache.k8.stride(0) // BYTE_UNIT,
+            "k_head_step": cache.k8.stride(1) // BYTE_UNIT,
+            "v_page_step": cache.v8.stride(0) // BYTE_UNIT,
+            "v_head_step": cache.v8.stride(1) // BYTE_UNIT,
+            "d_page_step": cache.k_descale.stride(0) // FP32_UNIT,
+            "d_head_step": cache.k_descale.stride(1) // FP32_UNIT,
             "max_pages": a.block_table.size(1),
             "kv_heads": H_kv,
             "width": width,

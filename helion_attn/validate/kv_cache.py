@@ -110,11 +110,18 @@ def check_kv_cache(cache: PagedKVCache, names: dict[str, str] = CACHE_NAMES) -> 
         if not isinstance(x, torch.Tensor):
             accepted = "None or a torch.Tensor" if name in CONSTANTS else "a torch.Tensor"
             raise TypeError(f"{names[name]} is a {type(x).__name__}; it must be {accepted}")
-        if tuple(x.shape) != shape or x.dtype not in dtypes or not x.is_contiguous() or x.device != cache.k8.device:
+        # Pages and heads may lie anywhere; what is inside of them is contiguous.
+        inside = (x.size(3), 1) if x.dim() == 4 else (1,)
+        whole = x.is_contiguous() if name in CONSTANTS else x.stride()[2:] == inside
+        if tuple(x.shape) != shape or x.dtype not in dtypes or not whole or x.device != cache.k8.device:
             raise ValueError(
                 f"{names[name]} is {x.dtype} {tuple(x.shape)} on {x.device}; for D={cache.D}, D_v={cache.D_v} it must "
                 f"be contiguous {' or '.join(map(str, dtypes))} {shape} on {cache.k8.device}, as "
                 f"helion_attn.paged_kv_cache makes it"
+            )
+        if name not in CONSTANTS and any(stride * x.itemsize % 16 for stride in x.stride()[:2]):
+            raise ValueError(
+                f"{names[name]} has strides {x.stride()}; pages and heads must be multiples of 16 bytes apart"
             )
         check_no_grad(names[name], x)
         # What a tensor descriptor needs. A fake tensor has no address, and torch.compile cannot trace one.
@@ -125,6 +132,26 @@ def check_kv_cache(cache: PagedKVCache, names: dict[str, str] = CACHE_NAMES) -> 
                 f"{names[name]} is at an address {past} bytes past a multiple of 16; it must be at a multiple, as "
                 f"helion_attn.paged_kv_cache makes it"
             )
+    if cache.k_descale.stride() != cache.v_descale.stride():
+        raise ValueError(
+            f"{names['k_descale']} has strides {cache.k_descale.stride()} and {names['v_descale']} "
+            f"{cache.v_descale.stride()}; they must be equal"
+        )
+
+
+def check_buffer(buffer: torch.Tensor, num_bytes: int, H_kv: int) -> None:
+    """The memory of a cache: pages of bytes."""
+    check_count("H_kv", H_kv)
+    if not isinstance(buffer, torch.Tensor) or buffer.dtype not in (torch.uint8, torch.int8):
+        raise TypeError(f"buffer is {described(buffer)}; it must be a tensor of uint8 or int8")
+    if buffer.dim() != 2 or buffer.numel() == 0 or buffer.size(1) < num_bytes or buffer.stride(1) != 1:
+        raise ValueError(
+            f"buffer has shape {tuple(buffer.shape)} and strides {buffer.stride()}; it must be [num_pages, bytes] with "
+            f"at least {num_bytes} bytes a page, page_bytes, which follow each other"
+        )
+    if buffer.stride(0) % 16 and buffer.size(0) > 1:
+        raise ValueError(f"buffer has strides {buffer.stride()}; pages must be multiples of 16 bytes apart")
+    check_no_grad("buffer", buffer)
 
 
 def check_page_tables(

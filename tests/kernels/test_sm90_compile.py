@@ -205,7 +205,7 @@ PREFILLED: dict[str, tuple[int, int, dict[str, Any], int, tuple[int, int]]] = {
     "d128_softcap_mean": (128, 128, {"masked": True, "k_mean": True}, 3, (480, 34)),
     "d256": (256, 256, {}, 1, (390, 14)),
     "d512": (512, 512, {}, 1, (450, 8)),
-    "d512_splits": (512, 512, {"num_splits": 2, "masked": True}, 1, (600, 26)),
+    "d512_splits": (512, 512, {"num_splits": 2, "masked": True}, 1, (660, 26)),
     "d64_512_large_pool": (64, 512, {"num_pages": 2**16}, 1, (10, 2)),
 }
 
@@ -305,7 +305,7 @@ def test_a_step(D: int, recipe: ha.Recipe) -> None:
     for name, spilled in (("append_kv", 0), ("close_full_pages", 0), ("merge_splits_kernel", 0)):
         assert_sound(kernels[f"_helion_{name}"], spilled)
     # In the loop of pages that may be open.
-    for name, spilled in (("fp8_attn_decode", 24), ("fp8_attn_prefill", 540 if D == 256 else 0)):
+    for name, spilled in (("fp8_attn_decode", 48), ("fp8_attn_prefill", 540 if D == 256 else 0)):
         kernel = kernels[f"_helion_{name}"]
         assert_decoding(kernel, 2 if D == 128 else 1, spilled, recipe == ha.BALANCED)
         opcodes = Counter(loop_of(kernel))

@@ -19,7 +19,7 @@ from helion_attn.kernels.lib.inline_asm import fma, fma_up, maximum, tanh
 from helion_attn.kernels.lib.keys import split_kv_range
 from helion_attn.kernels.lib.scalars import Int, int32
 from helion_attn.kernels.lib.specs import PagedSpec
-from helion_attn.kernels.lib.strided import common_unit, strided_rows
+from helion_attn.kernels.lib.strided import common_unit, flat_memory, strided_rows
 from helion_attn.kernels.merge_splits import merge_splits
 from helion_attn.numerics import (
     E4M3_BITS_OF_ONE,
@@ -43,8 +43,8 @@ def log2_of_power(x: torch.Tensor) -> torch.Tensor:
 
 
 def descales_of_page(
-    k_descale: torch.Tensor,  # [num_pages * H_kv * bn]
-    v_descale: torch.Tensor,  # [num_pages * H_kv * bn]
+    k_descale: torch.Tensor,  # flat
+    v_descale: torch.Tensor,  # flat
     first: Int,
     is_cuda: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,8 +74,8 @@ DESCALES_OF_PAGE = """tl.inline_asm_elementwise(
 
 
 def descales_by_form(
-    k_descale: torch.Tensor,  # [num_pages * H_kv * bn]
-    v_descale: torch.Tensor,  # [num_pages * H_kv * bn]
+    k_descale: torch.Tensor,  # flat
+    v_descale: torch.Tensor,  # flat
     first: Int,
     bn: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -418,10 +418,10 @@ def launch_paged(
     open_v_descale = a.cache.v_descale if opened.v_descale is None else opened.v_descale
 
     def k_view(x: torch.Tensor) -> torch.Tensor:
-        return x.view(*x.shape[:3], 2, MAX_PIECE).transpose(2, 3) if d_in_halves else x
+        return x.unflatten(3, (2, MAX_PIECE)).transpose(2, 3) if d_in_halves else x
 
     def v_view(x: torch.Tensor) -> torch.Tensor:
-        return x.view(x.size(0), -1, x.size(2) // v_pieces, x.size(3)) if v_pieces > 1 else x
+        return x.unflatten(2, (v_pieces, x.size(2) // v_pieces)) if v_pieces > 1 else x
 
     int8_keys = k_dtype == torch.int8
     shift = lse_shift.launch(a, q, unit, batch is not None)
@@ -459,12 +459,14 @@ def launch_paged(
             "q": q.flat,
             "k8": k_view(k8),
             "v8": v_view(v8),
-            "k_descale": a.cache.k_descale.view(-1),
-            "v_descale": a.cache.v_descale.view(-1),
+            "k_descale": flat_memory(a.cache.k_descale),
+            "v_descale": flat_memory(a.cache.v_descale),
             "open_k8": k_view(open_k8),
             "open_v8": v_view(open_v8),
-            "open_k_descale": open_k_descale.view(-1),
-            "open_v_descale": open_v_descale.view(-1),
+            "open_k_descale": flat_memory(open_k_descale),
+            "open_v_descale": flat_memory(open_v_descale),
+            "page_step": a.cache.k_descale.stride(0),
+            "head_step": a.cache.k_descale.stride(1),
             "open_width": open_k8.size(0) // B if batch is None else pages_apart(opened.drafts),
             "new_keys": opened.keys,
             "drafts": opened.drafts,

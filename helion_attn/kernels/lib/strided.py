@@ -54,6 +54,12 @@ def strided_rows(x: torch.Tensor, unit: int) -> StridedRows:
     return StridedRows(x.as_strided((extent,), (1,)), b // unit, h // unit, s // unit, d)
 
 
+def flat_memory(x: torch.Tensor) -> torch.Tensor:
+    """View a tensor, from its first element to its last, as flat memory. Copies nothing."""
+    extent = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return x.as_strided((extent,), (1,))
+
+
 class StridedQKV(NamedTuple):
     """Q, K and V as the kernels take them: see `StridedRows`.
 
