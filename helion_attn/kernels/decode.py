@@ -62,6 +62,7 @@ from helion_attn.kernels.lib.paged import (
     descales_of_page,
     in_open_pages,
     in_run_of_query,
+    k_of_page,
     launch_paged,
     line_of_page,
     log2_of_power,
@@ -69,11 +70,13 @@ from helion_attn.kernels.lib.paged import (
     open_sums,
     own_page_of,
     page_scores,
+    products,
     range_of_open_pages,
     run_of_query,
     scores_by_form,
     sums_of_page,
     total_of_lanes,
+    v_of_page,
     wide_line,
 )
 from helion_attn.kernels.lib.row_layout import rows_to_dtype
@@ -82,8 +85,6 @@ from helion_attn.kernels.lib.steps import (
     accumulate,
     add_sink,
     interleave_keys,
-    scores,
-    scores_of_pieces,
     to_descale,
 )
 from helion_attn.numerics import LN2, LOG2E, NO_KEY
@@ -234,6 +235,7 @@ def fp8_attn_decode(
         q_descale = to_descale(largest_q, spec.q_largest)
         # [D_pad, rows], or each half of it
         q_tile = rows_to_dtype(x, 1.0 / q_descale, k8.dtype, spec.is_cuda).transpose(0, 1)
+        q_high = q_tile
         if spec.d_in_halves:
             q_high = rows_to_dtype(x_high, 1.0 / q_descale, k8.dtype, spec.is_cuda).transpose(0, 1)
         q_scale_log2 = q_descale * scales.qk_scale
@@ -292,22 +294,12 @@ def fp8_attn_decode(
             page_again, known_page = page_at_hand(entry, num_pages)
             # Loaded in the iteration that uses it, it would be waited for.
             entry = hl.load(block_table, [first_entry + imin(n_end - 1, int32(j + 1))])
-            # [bn, D_pad] and [D_v_pad, bn], or halves. Nothing stands between the loads, so they have one barrier.
-            if spec.d_in_halves:
-                k_tile = k8[page, h, 0, :, :]
-                k_high = k8[page, h, 1, :, :]
-            else:
-                k_tile = k8[page, h, :, :]
+            # Nothing stands between the loads, so they have one barrier.
+            k_pieces, v_tile = k_of_page(k8, page, h, spec), v_of_page(v8, page, h, 0, 0, spec)
             if spec.in_halves:
-                v_tile = v8[page, h, 0, :, :]
-                v_high = v8[page, h, 1, :, :]
-            else:
-                v_tile = v8[page, h, :, :]
+                v_high = v_of_page(v8, page, h, 0, 1, spec)
             # [bn, rows]
-            if spec.d_in_halves:
-                s = scores_of_pieces([k_tile, k_high], [q_tile, q_high], spec.is_cuda)
-            else:
-                s = scores(k_tile, q_tile, bn, spec.rows, False, spec.is_cuda)
+            s = products(k_pieces, [q_tile, q_high], bn, spec.rows, spec)
             first_slot = page_again.to(torch.int64) * page_step + h * head_step
             page_k, page_v = descales_of_page(k_descale, v_descale, first_slot, spec.is_cuda)
             v_log2 = log2_of_power(page_v)
@@ -351,45 +343,29 @@ def fp8_attn_decode(
         if spec.in_halves:
             acc_high = in_new_registers(acc_high, spec.is_cuda)
         # The pages that remain, as the cache has them, then as `OpenPages` does.
-        n_last = int32(n_end) - n_closed
-        n_last_open = n_last
+        n_last, n_last_open, slot = int32(n_end) - n_closed, int32(n_end) - n_closed, int32(0)
         if spec.has_open_pages:
             n_last_open = n_last + torch.clamp_min(open_end - open_begin, 0)
         for t in hl.grid(0, n_last_open):
             jt = n_closed + int32(t)
+            elsewhere = (int32(t) >= n_last).to(torch.int32)
             if spec.has_open_pages:
-                elsewhere = int32(t) >= n_last
-                jt = torch.where(elsewhere, open_begin + int32(t) - n_last, jt)
-                slot = torch.where(elsewhere, first_slot_page + jt - first_open_page, 0)
+                jt = torch.where(elsewhere > 0, open_begin + int32(t) - n_last, jt)
+                slot = torch.where(elsewhere > 0, first_slot_page + jt - first_open_page, 0)
             page, known_page = page_of(block_table, first_entry + jt, num_pages)
-            # [bn, D_pad] and [D_v_pad, bn], or halves
-            if spec.d_in_halves:
-                k_tile, k_high = k8[page, h, 0, :, :], k8[page, h, 1, :, :]
-                if spec.has_open_pages:
-                    k_tile = torch.where(elsewhere, open_k8[slot, h, 0, :, :], k_tile)
-                    k_high = torch.where(elsewhere, open_k8[slot, h, 1, :, :], k_high)
-                s = scores_of_pieces([k_tile, k_high], [q_tile, q_high], spec.is_cuda)
+            # [bn, rows]. A branch has products of its own, so that these read what TMA wrote: of a tile that is chosen
+            # among two, Triton 3.6 writes a copy, and leaves out the fence before the product.
+            if elsewhere > 0:
+                s = products(k_of_page(open_k8, slot, h, spec), [q_tile, q_high], bn, spec.rows, spec)
             else:
-                k_tile = k8[page, h, :, :]
-                if spec.has_open_pages:
-                    k_tile = torch.where(elsewhere, open_k8[slot, h, :, :], k_tile)
-                s = scores(k_tile, q_tile, bn, spec.rows, False, spec.is_cuda)
-            if spec.in_halves:
-                v_tile, v_high = v8[page, h, 0, :, :], v8[page, h, 1, :, :]
-                if spec.has_open_pages:
-                    v_tile = torch.where(elsewhere, open_v8[slot, h, 0, :, :], v_tile)
-                    v_high = torch.where(elsewhere, open_v8[slot, h, 1, :, :], v_high)
-            else:
-                v_tile = v8[page, h, :, :]
-                if spec.has_open_pages:
-                    v_tile = torch.where(elsewhere, open_v8[slot, h, :, :], v_tile)
+                s = products(k_of_page(k8, page, h, spec), [q_tile, q_high], bn, spec.rows, spec)
             first_slot = page.to(torch.int64) * page_step + h * head_step
             own_k, own_v, page_k, page_v, is_open = descales_by_form(k_descale, v_descale, first_slot, bn)
             if spec.has_open_pages:
                 of_slot = descales_by_form(open_k_descale, open_v_descale, (slot * int32(kv_heads) + int32(h)) * bn, bn)
-                own_k, own_v = torch.where(elsewhere, of_slot[0], own_k), torch.where(elsewhere, of_slot[1], own_v)
-                page_k, page_v = torch.where(elsewhere, of_slot[2], page_k), torch.where(elsewhere, of_slot[3], page_v)
-                is_open = torch.where(elsewhere, of_slot[4], is_open)
+                own_k, own_v = torch.where(elsewhere > 0, of_slot[0], own_k), torch.where(elsewhere > 0, of_slot[1], own_v)
+                page_k, page_v = torch.where(elsewhere > 0, of_slot[2], page_k), torch.where(elsewhere > 0, of_slot[3], page_v)
+                is_open = torch.where(elsewhere > 0, of_slot[4], is_open)
             row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
             s, scale_log2, v_log2 = scores_by_form(
                 s - spec.s_bias, row_scale_log2, own_k, own_v, page_k, page_v, is_open, shift, scales, 0, spec
@@ -399,7 +375,7 @@ def fp8_attn_decode(
             visible = in_run_of_query(visible, jt, diagonal + i, n_len, left, right, split, splits, spec)
             if spec.has_open_pages:
                 there = in_open_pages(jt, own_page, n_len, new, drafts, spec)
-                visible = visible & (there.to(torch.int32) == elsewhere.to(torch.int32)).unsqueeze(1)
+                visible = visible & (there.to(torch.int32) == elsewhere).unsqueeze(1)
             s = torch.where(visible.transpose(0, 1), s, float("-inf"))
             m_before = m_i
             m_run, m_i, scale, offset, largest, top = line_of_page(s, scale_log2, v_log2, m_run, m_i, 0, spec)
@@ -422,9 +398,15 @@ def fp8_attn_decode(
                 sums = sums_of_page(p * of_keys.unsqueeze(1), bn, spec.rows)
                 l_i = fma(l_i, alpha.unsqueeze(0), sums, spec.is_cuda)
                 p8 = in_order_of_v(p.to(torch.float8_e4m3fn), bn, spec.rows)
-            acc = accumulate(acc, alpha, v_tile, p8, spec)
-            if spec.in_halves:
-                acc_high = accumulate(acc_high, alpha, v_high, p8, spec)
+            # [D_v_pad, rows], or each half
+            if elsewhere > 0:
+                acc = accumulate(acc, alpha, v_of_page(open_v8, slot, h, 0, 0, spec), p8, spec)
+                if spec.in_halves:
+                    acc_high = accumulate(acc_high, alpha, v_of_page(open_v8, slot, h, 0, 1, spec), p8, spec)
+            else:
+                acc = accumulate(acc, alpha, v_of_page(v8, page, h, 0, 0, spec), p8, spec)
+                if spec.in_halves:
+                    acc_high = accumulate(acc_high, alpha, v_of_page(v8, page, h, 0, 1, spec), p8, spec)
 
         # [rows]
         # Also since Helion looks for what masks a sum, and not through branches.

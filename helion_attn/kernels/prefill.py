@@ -44,6 +44,7 @@ from helion_attn.kernels.lib.paged import (
     descales_of_page,
     in_open_pages,
     in_run_of_query,
+    k_of_page,
     launch_paged,
     line_of_page,
     log2_of_power,
@@ -51,11 +52,13 @@ from helion_attn.kernels.lib.paged import (
     open_sums,
     own_page_of,
     page_scores,
+    products,
     range_of_open_pages,
     run_of_query,
     scores_by_form,
     sums_of_page,
     total_of_lanes,
+    v_of_page,
     wide_line,
 )
 from helion_attn.kernels.lib.row_layout import rows_to_dtype
@@ -65,8 +68,6 @@ from helion_attn.kernels.lib.steps import (
     accumulate,
     add_sink,
     interleave_keys,
-    scores,
-    scores_of_pieces,
     to_descale,
 )
 from helion_attn.numerics import LN2, LOG2E, NO_KEY
@@ -232,6 +233,7 @@ def fp8_attn_prefill(
         q_scale_log2 = q_descale * scales.qk_scale
         # [bm, D_pad], or each half of it
         q_tile = rows_to_dtype(x, 1.0 / q_descale, k8.dtype, spec.is_cuda)
+        q_high = q_tile
         if spec.d_in_halves:
             q_high = rows_to_dtype(x_high, 1.0 / q_descale, k8.dtype, spec.is_cuda)
 
@@ -295,23 +297,11 @@ def fp8_attn_prefill(
             # Loaded in the iteration that uses it, it would be waited for.
             entry = hl.load(block_table, [first_entry + imin(run_end - 1, int32(j + 1))])
             # [bn, D_pad], or its halves, and [d_v_tile, bn]
-            if spec.d_in_halves:
-                k_page = k8[page, h, 0, :, :]
-                k_high = k8[page, h, 1, :, :]
-            else:
-                k_page = k8[page, h, :, :]
+            k_pieces, v_tile = k_of_page(k8, page, h, spec), v_of_page(v8, page, h, v_part, 0, spec)
             if spec.in_halves:
-                v_page = v8[page, h, v_part * 2, :, :]
-                v_high = v8[page, h, v_part * 2 + 1, :, :]
-            elif spec.v_parts > 1:
-                v_page = v8[page, h, v_part, :, :]
-            else:
-                v_page = v8[page, h, :, :]
+                v_high = v_of_page(v8, page, h, v_part, 1, spec)
             # [bm, bn]
-            if spec.d_in_halves:
-                s = scores_of_pieces([q_tile, q_high], [k_page.transpose(0, 1), k_high.transpose(0, 1)], spec.is_cuda)
-            else:
-                s = scores(q_tile, k_page.transpose(0, 1), spec.rows, bn, False, spec.is_cuda)
+            s = products([q_tile, q_high], [k.transpose(0, 1) for k in k_pieces], spec.rows, bn, spec)
             # Meanwhile.
             first_slot = page_again.to(torch.int64) * page_step + h * head_step
             page_k, page_v = descales_of_page(k_descale, v_descale, first_slot, spec.is_cuda)
@@ -347,7 +337,7 @@ def fp8_attn_prefill(
                 alpha = exp2(m_before - m_i, spec.is_cuda)
                 l_i = fma(l_i, alpha.unsqueeze(0), sums, spec.is_cuda)
                 p8 = interleave_keys(p.to(torch.float8_e4m3fn), spec.rows, bn)
-            acc = accumulate(acc, alpha.unsqueeze(1), p8, v_page.transpose(0, 1), spec)
+            acc = accumulate(acc, alpha.unsqueeze(1), p8, v_tile.transpose(0, 1), spec)
             if spec.in_halves:
                 acc_high = accumulate(acc_high, alpha.unsqueeze(1), p8, v_high.transpose(0, 1), spec)
             if spec.p_bits:
@@ -358,49 +348,31 @@ def fp8_attn_prefill(
         if spec.in_halves:
             acc_high = in_new_registers(acc_high, spec.is_cuda)
         # The pages that remain, as the cache has them, then as `OpenPages` does.
-        n_last = int32(run_end) - run_closed
-        n_last_open = n_last
+        n_last, n_last_open, slot = int32(run_end) - run_closed, int32(run_end) - run_closed, int32(0)
         if spec.has_open_pages:
             n_last_open = n_last + torch.clamp_min(open_end - open_begin, 0)
         for t in hl.grid(0, n_last_open):
             jt = run_closed + int32(t)
+            elsewhere = (int32(t) >= n_last).to(torch.int32)
             if spec.has_open_pages:
-                elsewhere = int32(t) >= n_last
-                jt = torch.where(elsewhere, open_begin + int32(t) - n_last, jt)
-                slot = torch.where(elsewhere, first_slot_page + jt - first_open_page, 0)
+                jt = torch.where(elsewhere > 0, open_begin + int32(t) - n_last, jt)
+                slot = torch.where(elsewhere > 0, first_slot_page + jt - first_open_page, 0)
             page, known_page = page_of(block_table, first_entry + jt, num_pages)
-            # [bn, D_pad], or its halves, and [d_v_tile, bn]
-            if spec.d_in_halves:
-                k_page, k_high = k8[page, h, 0, :, :], k8[page, h, 1, :, :]
-                if spec.has_open_pages:
-                    k_page = torch.where(elsewhere, open_k8[slot, h, 0, :, :], k_page)
-                    k_high = torch.where(elsewhere, open_k8[slot, h, 1, :, :], k_high)
-                s = scores_of_pieces([q_tile, q_high], [k_page.transpose(0, 1), k_high.transpose(0, 1)], spec.is_cuda)
+            # [bm, bn]. Each source has products of its own, so that they read what TMA wrote: a tile that is chosen of
+            # two would be written anew.
+            if elsewhere > 0:
+                k_open = [k.transpose(0, 1) for k in k_of_page(open_k8, slot, h, spec)]
+                s = products([q_tile, q_high], k_open, spec.rows, bn, spec)
             else:
-                k_page = k8[page, h, :, :]
-                if spec.has_open_pages:
-                    k_page = torch.where(elsewhere, open_k8[slot, h, :, :], k_page)
-                s = scores(q_tile, k_page.transpose(0, 1), spec.rows, bn, False, spec.is_cuda)
-            if spec.in_halves:
-                v_page, v_high = v8[page, h, v_part * 2, :, :], v8[page, h, v_part * 2 + 1, :, :]
-                if spec.has_open_pages:
-                    v_page = torch.where(elsewhere, open_v8[slot, h, v_part * 2, :, :], v_page)
-                    v_high = torch.where(elsewhere, open_v8[slot, h, v_part * 2 + 1, :, :], v_high)
-            elif spec.v_parts > 1:
-                v_page = v8[page, h, v_part, :, :]
-                if spec.has_open_pages:
-                    v_page = torch.where(elsewhere, open_v8[slot, h, v_part, :, :], v_page)
-            else:
-                v_page = v8[page, h, :, :]
-                if spec.has_open_pages:
-                    v_page = torch.where(elsewhere, open_v8[slot, h, :, :], v_page)
+                k_pieces = [k.transpose(0, 1) for k in k_of_page(k8, page, h, spec)]
+                s = products([q_tile, q_high], k_pieces, spec.rows, bn, spec)
             first_slot = page.to(torch.int64) * page_step + h * head_step
             own_k, own_v, page_k, page_v, is_open = descales_by_form(k_descale, v_descale, first_slot, bn)
             if spec.has_open_pages:
                 of_slot = descales_by_form(open_k_descale, open_v_descale, (slot * int32(kv_heads) + int32(h)) * bn, bn)
-                own_k, own_v = torch.where(elsewhere, of_slot[0], own_k), torch.where(elsewhere, of_slot[1], own_v)
-                page_k, page_v = torch.where(elsewhere, of_slot[2], page_k), torch.where(elsewhere, of_slot[3], page_v)
-                is_open = torch.where(elsewhere, of_slot[4], is_open)
+                own_k, own_v = torch.where(elsewhere > 0, of_slot[0], own_k), torch.where(elsewhere > 0, of_slot[1], own_v)
+                page_k, page_v = torch.where(elsewhere > 0, of_slot[2], page_k), torch.where(elsewhere > 0, of_slot[3], page_v)
+                is_open = torch.where(elsewhere > 0, of_slot[4], is_open)
             row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
             s, scale_log2, v_log2 = scores_by_form(
                 s - spec.s_bias, row_scale_log2, own_k, own_v, page_k, page_v, is_open, shift, scales, 1, spec
@@ -410,7 +382,7 @@ def fp8_attn_prefill(
             visible = in_run_of_query(visible, jt, on_diagonal, n_len, left, right, split, splits, spec)
             if spec.has_open_pages:
                 there = in_open_pages(jt, own_page, n_len, new, drafts, spec)
-                visible = visible & (there.to(torch.int32) == elsewhere.to(torch.int32)).unsqueeze(1)
+                visible = visible & (there.to(torch.int32) == elsewhere).unsqueeze(1)
             s = torch.where(visible, s, float("-inf"))
             m_before = m_i
             m_run, m_i, scale, offset, largest, top = line_of_page(s, scale_log2, v_log2, m_run, m_i, 1, spec)
@@ -432,9 +404,19 @@ def fp8_attn_prefill(
                 sums = sums_of_page(p.transpose(0, 1) * of_keys.unsqueeze(1), bn, spec.rows)
                 l_i = fma(l_i, alpha.unsqueeze(0), sums, spec.is_cuda)
                 p8 = interleave_keys(p.to(torch.float8_e4m3fn), spec.rows, bn)
-            acc = accumulate(acc, alpha.unsqueeze(1), p8, v_page.transpose(0, 1), spec)
-            if spec.in_halves:
-                acc_high = accumulate(acc_high, alpha.unsqueeze(1), p8, v_high.transpose(0, 1), spec)
+            # [bm, d_v_tile], or each half
+            if elsewhere > 0:
+                v_open = v_of_page(open_v8, slot, h, v_part, 0, spec).transpose(0, 1)
+                acc = accumulate(acc, alpha.unsqueeze(1), p8, v_open, spec)
+                if spec.in_halves:
+                    v_open = v_of_page(open_v8, slot, h, v_part, 1, spec).transpose(0, 1)
+                    acc_high = accumulate(acc_high, alpha.unsqueeze(1), p8, v_open, spec)
+            else:
+                v_here = v_of_page(v8, page, h, v_part, 0, spec).transpose(0, 1)
+                acc = accumulate(acc, alpha.unsqueeze(1), p8, v_here, spec)
+                if spec.in_halves:
+                    v_here = v_of_page(v8, page, h, v_part, 1, spec).transpose(0, 1)
+                    acc_high = accumulate(acc_high, alpha.unsqueeze(1), p8, v_here, spec)
 
         # [bm]
         # Also since Helion looks for what masks a sum, and not through branches.

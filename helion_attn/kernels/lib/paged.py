@@ -19,6 +19,7 @@ from helion_attn.kernels.lib.inline_asm import fma, fma_up, maximum, tanh
 from helion_attn.kernels.lib.keys import split_kv_range
 from helion_attn.kernels.lib.scalars import Int, int32
 from helion_attn.kernels.lib.specs import PagedSpec
+from helion_attn.kernels.lib.steps import scores, scores_of_pieces
 from helion_attn.kernels.lib.strided import common_unit, flat_memory, strided_rows
 from helion_attn.kernels.merge_splits import merge_splits
 from helion_attn.numerics import (
@@ -71,6 +72,37 @@ DESCALES_OF_PAGE = """tl.inline_asm_elementwise(
     is_pure=False,
     pack=1,
 )"""
+
+
+def k_of_page(k8: torch.Tensor, page: Int, h: Int, spec: PagedSpec) -> list[torch.Tensor]:
+    """A page of K: [bn, D_pad], or its halves."""
+    whole = slice(None)
+    if spec.d_in_halves:
+        return [hl.load(k8, [page, h, 0, whole, whole]), hl.load(k8, [page, h, 1, whole, whole])]
+    return [hl.load(k8, [page, h, whole, whole])]
+
+
+def products(
+    a_pieces: list[torch.Tensor],  # [m, D_pad], or its halves
+    b_pieces: list[torch.Tensor],  # [D_pad, n]
+    m: int,
+    n: int,
+    spec: PagedSpec,
+) -> torch.Tensor:
+    """Products of queries and keys, fp32 [m, n]; of int8 `spec.s_bias` too large."""
+    if spec.d_in_halves:
+        return scores_of_pieces(a_pieces, b_pieces, spec.is_cuda)
+    return scores(a_pieces[0], b_pieces[0], m, n, False, spec.is_cuda)
+
+
+def v_of_page(v8: torch.Tensor, page: Int, h: Int, v_part: Int, half: hl.constexpr, spec: PagedSpec) -> torch.Tensor:
+    """A program's channels of a page of V, or half of them: [d_v_tile, bn]."""
+    whole = slice(None)
+    if spec.in_halves:
+        return hl.load(v8, [page, h, v_part * 2 + half, whole, whole])
+    if spec.v_parts > 1:
+        return hl.load(v8, [page, h, v_part, whole, whole])
+    return hl.load(v8, [page, h, whole, whole])
 
 
 def descales_by_form(
