@@ -363,8 +363,14 @@ def fp8_attn_decode(
             own_k, own_v, page_k, page_v, is_open = descales_by_form(k_descale, v_descale, first_slot, bn)
             if spec.has_open_pages:
                 of_slot = descales_by_form(open_k_descale, open_v_descale, (slot * int32(kv_heads) + int32(h)) * bn, bn)
-                own_k, own_v = torch.where(elsewhere > 0, of_slot[0], own_k), torch.where(elsewhere > 0, of_slot[1], own_v)
-                page_k, page_v = torch.where(elsewhere > 0, of_slot[2], page_k), torch.where(elsewhere > 0, of_slot[3], page_v)
+                own_k, own_v = (
+                    torch.where(elsewhere > 0, of_slot[0], own_k),
+                    torch.where(elsewhere > 0, of_slot[1], own_v),
+                )
+                page_k, page_v = (
+                    torch.where(elsewhere > 0, of_slot[2], page_k),
+                    torch.where(elsewhere > 0, of_slot[3], page_v),
+                )
                 is_open = torch.where(elsewhere > 0, of_slot[4], is_open)
             row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
             s, scale_log2, v_log2 = scores_by_form(

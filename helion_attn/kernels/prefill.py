@@ -58,6 +58,7 @@ from helion_attn.kernels.lib.paged import (
     scores_by_form,
     sums_of_page,
     total_of_lanes,
+    transposed,
     v_of_page,
     wide_line,
 )
@@ -109,6 +110,10 @@ def prefill_tile(cache: PagedKVCache) -> PrefillTile:
     """The tile for a cache: that of the larger head dim, which has the registers for both."""
     tiles = INT8_TILES if cache.k8.dtype == torch.int8 else TILES
     return next(tile for imax, tile in tiles.items() if max(cache.k8.size(3), cache.v8.size(2)) <= imax)
+
+
+#: Columns of ones in a product that sums up P: the fewest that there may be. Each column of it is the sum.
+ONES = 16
 
 
 def parts_of_v(D_v_pad: int) -> int:
@@ -301,7 +306,7 @@ def fp8_attn_prefill(
             if spec.in_halves:
                 v_high = v_of_page(v8, page, h, v_part, 1, spec)
             # [bm, bn]
-            s = products([q_tile, q_high], [k.transpose(0, 1) for k in k_pieces], spec.rows, bn, spec)
+            s = products([q_tile, q_high], transposed(k_pieces), spec.rows, bn, spec)
             # Meanwhile.
             first_slot = page_again.to(torch.int64) * page_step + h * head_step
             page_k, page_v = descales_of_page(k_descale, v_descale, first_slot, spec.is_cuda)
@@ -361,17 +366,21 @@ def fp8_attn_prefill(
             # [bm, bn]. Each source has products of its own, so that they read what TMA wrote: a tile that is chosen of
             # two would be written anew.
             if elsewhere > 0:
-                k_open = [k.transpose(0, 1) for k in k_of_page(open_k8, slot, h, spec)]
-                s = products([q_tile, q_high], k_open, spec.rows, bn, spec)
+                s = products([q_tile, q_high], transposed(k_of_page(open_k8, slot, h, spec)), spec.rows, bn, spec)
             else:
-                k_pieces = [k.transpose(0, 1) for k in k_of_page(k8, page, h, spec)]
-                s = products([q_tile, q_high], k_pieces, spec.rows, bn, spec)
+                s = products([q_tile, q_high], transposed(k_of_page(k8, page, h, spec)), spec.rows, bn, spec)
             first_slot = page.to(torch.int64) * page_step + h * head_step
             own_k, own_v, page_k, page_v, is_open = descales_by_form(k_descale, v_descale, first_slot, bn)
             if spec.has_open_pages:
                 of_slot = descales_by_form(open_k_descale, open_v_descale, (slot * int32(kv_heads) + int32(h)) * bn, bn)
-                own_k, own_v = torch.where(elsewhere > 0, of_slot[0], own_k), torch.where(elsewhere > 0, of_slot[1], own_v)
-                page_k, page_v = torch.where(elsewhere > 0, of_slot[2], page_k), torch.where(elsewhere > 0, of_slot[3], page_v)
+                own_k, own_v = (
+                    torch.where(elsewhere > 0, of_slot[0], own_k),
+                    torch.where(elsewhere > 0, of_slot[1], own_v),
+                )
+                page_k, page_v = (
+                    torch.where(elsewhere > 0, of_slot[2], page_k),
+                    torch.where(elsewhere > 0, of_slot[3], page_v),
+                )
                 is_open = torch.where(elsewhere > 0, of_slot[4], is_open)
             row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
             s, scale_log2, v_log2 = scores_by_form(
@@ -394,8 +403,10 @@ def fp8_attn_prefill(
             alpha = exp2(m_before - m_i, spec.is_cuda)
             if spec.p_bits:
                 p8 = e4m3_of_bits(by_fours(line, spec.rows, bn), spec.is_cuda).reshape(spec.rows, bn)
-                # Sums of 128 such numbers are exact.
-                of_closed = p8.to(torch.float32).sum(1) * inverse_of_power(page_v)
+                # A product, which adds in the order that the loop above has: a page may be of either loop.
+                ones = hl.full([ONES, bn], 0x38, dtype=torch.uint8).view(torch.float8_e4m3fn)
+                columns = hl.dot(p8, ones.transpose(0, 1)).transpose(0, 1)
+                of_closed = total_of_lanes(columns, spec.rows) * (inverse_of_power(page_v) * (1.0 / ONES))
                 of_open = total_of_lanes(open_sums(line.transpose(0, 1), own_v, bn, spec.rows), spec.rows)
                 l_i = fma(l_i, alpha, torch.where(is_open > 0, of_open, of_closed), spec.is_cuda)
             else:
@@ -406,17 +417,22 @@ def fp8_attn_prefill(
                 p8 = interleave_keys(p.to(torch.float8_e4m3fn), spec.rows, bn)
             # [bm, d_v_tile], or each half
             if elsewhere > 0:
-                v_open = v_of_page(open_v8, slot, h, v_part, 0, spec).transpose(0, 1)
-                acc = accumulate(acc, alpha.unsqueeze(1), p8, v_open, spec)
+                acc = accumulate(
+                    acc, alpha.unsqueeze(1), p8, v_of_page(open_v8, slot, h, v_part, 0, spec).transpose(0, 1), spec
+                )
                 if spec.in_halves:
-                    v_open = v_of_page(open_v8, slot, h, v_part, 1, spec).transpose(0, 1)
-                    acc_high = accumulate(acc_high, alpha.unsqueeze(1), p8, v_open, spec)
+                    acc_high = accumulate(
+                        acc_high, alpha.unsqueeze(1), p8, v_of_page(open_v8, slot, h, v_part, 1, spec).transpose(0, 1),
+                        spec,
+                    )  # fmt: skip
             else:
-                v_here = v_of_page(v8, page, h, v_part, 0, spec).transpose(0, 1)
-                acc = accumulate(acc, alpha.unsqueeze(1), p8, v_here, spec)
+                acc = accumulate(
+                    acc, alpha.unsqueeze(1), p8, v_of_page(v8, page, h, v_part, 0, spec).transpose(0, 1), spec
+                )
                 if spec.in_halves:
-                    v_here = v_of_page(v8, page, h, v_part, 1, spec).transpose(0, 1)
-                    acc_high = accumulate(acc_high, alpha.unsqueeze(1), p8, v_here, spec)
+                    acc_high = accumulate(
+                        acc_high, alpha.unsqueeze(1), p8, v_of_page(v8, page, h, v_part, 1, spec).transpose(0, 1), spec
+                    )
 
         # [bm]
         # Also since Helion looks for what masks a sum, and not through branches.

@@ -82,6 +82,11 @@ def k_of_page(k8: torch.Tensor, page: Int, h: Int, spec: PagedSpec) -> list[torc
     return [hl.load(k8, [page, h, whole, whole])]
 
 
+def transposed(pieces: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Each piece with its axes swapped."""
+    return [x.transpose(0, 1) for x in pieces]
+
+
 def products(
     a_pieces: list[torch.Tensor],  # [m, D_pad], or its halves
     b_pieces: list[torch.Tensor],  # [D_pad, n]
