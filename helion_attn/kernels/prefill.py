@@ -38,6 +38,7 @@ from helion_attn.kernels.lib.keys import (
 )
 from helion_attn.kernels.lib.masks import visible_keys
 from helion_attn.kernels.lib.paged import (
+    FP32_BYTES,
     PagedGrid,
     closed_pages,
     descales_by_form,
@@ -139,8 +140,8 @@ def fp8_attn_prefill(
     channel_factors: torch.Tensor,  # [factor_rows * D_pad] if equalise
     out: torch.Tensor,  # [splits * B * H * M, D_v], written
     lse: torch.Tensor,  # [splits * B * H * M], written
-    page_step: int,
-    head_step: int,
+    page_step: int,  # from a page's descales to the next's, in bytes
+    head_step: int,  # of heads
     open_width: int,
     new_keys: int,
     drafts: int,
@@ -170,6 +171,7 @@ def fp8_attn_prefill(
     torch._check(k8.size(2) <= 2**24)
     torch._check(v8.size(0) <= 2**24)
     torch._check(v8.size(1) <= 2**24)
+    torch._check(v8.size(2) <= 2**24)
     torch._check(open_k8.size(0) <= 2**24)
     torch._check(open_v8.size(0) <= 2**24)
     num_pages, kv_heads, B = k8.size(0), k8.size(1), cache_seqlens.size(0)
@@ -189,7 +191,7 @@ def fp8_attn_prefill(
         h = bh % kv_heads
         # A program has a part of V's channels. Parts of a tile are neighbours, read the same K, and have the same lse.
         tile_from_end = from_end // spec.v_parts
-        v_part = from_end % spec.v_parts
+        v_part = int32(from_end % spec.v_parts)
         if spec.batch:
             # [batch]; sequences of few queries are those of `fp8_attn_decode`.
             of_each = queries_of_batch(cu_seqlens, cache_seqlens, B, spec.batch)
@@ -308,8 +310,7 @@ def fp8_attn_prefill(
             # [bm, bn]
             s = products([q_tile, q_high], transposed(k_pieces), spec.rows, bn, spec)
             # Meanwhile.
-            first_slot = page_again.to(torch.int64) * page_step + h * head_step
-            page_k, page_v = descales_of_page(k_descale, v_descale, first_slot, spec.is_cuda)
+            page_k, page_v = descales_of_page(k_descale, v_descale, page_again, page_step, h, head_step, spec.is_cuda)
             v_log2 = log2_of_power(page_v)
             row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
             s, scale_log2 = page_scores(s - spec.s_bias, row_scale_log2 * page_k, shift, scales, 1, spec)
@@ -358,8 +359,9 @@ def fp8_attn_prefill(
             n_last_open = n_last + torch.clamp_min(open_end - open_begin, 0)
         for t in hl.grid(0, n_last_open):
             jt = run_closed + int32(t)
-            elsewhere = (int32(t) >= n_last).to(torch.int32)
+            elsewhere = int32(0)
             if spec.has_open_pages:
+                elsewhere = (int32(t) >= n_last).to(torch.int32)
                 jt = torch.where(elsewhere > 0, open_begin + int32(t) - n_last, jt)
                 slot = torch.where(elsewhere > 0, first_slot_page + jt - first_open_page, 0)
             page, known_page = page_of(block_table, first_entry + jt, num_pages)
@@ -369,19 +371,14 @@ def fp8_attn_prefill(
                 s = products([q_tile, q_high], transposed(k_of_page(open_k8, slot, h, spec)), spec.rows, bn, spec)
             else:
                 s = products([q_tile, q_high], transposed(k_of_page(k8, page, h, spec)), spec.rows, bn, spec)
-            first_slot = page.to(torch.int64) * page_step + h * head_step
-            own_k, own_v, page_k, page_v, is_open = descales_by_form(k_descale, v_descale, first_slot, bn)
-            if spec.has_open_pages:
-                of_slot = descales_by_form(open_k_descale, open_v_descale, (slot * int32(kv_heads) + int32(h)) * bn, bn)
-                own_k, own_v = (
-                    torch.where(elsewhere > 0, of_slot[0], own_k),
-                    torch.where(elsewhere > 0, of_slot[1], own_v),
+            if elsewhere > 0:
+                own_k, own_v, page_k, page_v, is_open = descales_by_form(
+                    open_k_descale, open_v_descale, (slot * int32(kv_heads) + int32(h)) * bn, bn
                 )
-                page_k, page_v = (
-                    torch.where(elsewhere > 0, of_slot[2], page_k),
-                    torch.where(elsewhere > 0, of_slot[3], page_v),
+            else:
+                own_k, own_v, page_k, page_v, is_open = descales_by_form(
+                    k_descale, v_descale, (page.to(torch.int64) * page_step + h * head_step) // FP32_BYTES, bn
                 )
-                is_open = torch.where(elsewhere > 0, of_slot[4], is_open)
             row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
             s, scale_log2, v_log2 = scores_by_form(
                 s - spec.s_bias, row_scale_log2, own_k, own_v, page_k, page_v, is_open, shift, scales, 1, spec
