@@ -197,24 +197,24 @@ DECODED = {
 #: The same with so many queries that `fp8_attn_prefill` is taken, and the instructions for spilled registers, all and
 #: in the loop. Most are in the loop of pages that may be open, of which a program has one or two.
 PREFILLED: dict[str, tuple[int, int, dict[str, Any], int, tuple[int, int]]] = {
-    "d64": (64, 64, {}, 3, (270, 5)),
-    "d64_masked_large_pool": (64, 64, {"masked": True, "num_pages": 2**16}, 3, (270, 5)),
-    "d128": (128, 128, {}, 3, (430, 14)),
-    "d128_splits": (128, 128, {"num_splits": 2, "masked": True}, 3, (470, 34)),
-    "d128_lse": (128, 128, {"return_lse": True, "k_mean": True}, 3, (430, 14)),
-    "d128_softcap_mean": (128, 128, {"masked": True, "k_mean": True}, 3, (480, 34)),
-    "d256": (256, 256, {}, 1, (390, 14)),
-    "d512": (512, 512, {}, 1, (450, 8)),
-    "d512_splits": (512, 512, {"num_splits": 2, "masked": True}, 1, (660, 26)),
-    "d64_512_large_pool": (64, 512, {"num_pages": 2**16}, 1, (10, 2)),
+    "d64": (64, 64, {}, 3, (150, 5)),
+    "d64_masked_large_pool": (64, 64, {"masked": True, "num_pages": 2**16}, 3, (150, 5)),
+    "d128": (128, 128, {}, 3, (380, 14)),
+    "d128_splits": (128, 128, {"num_splits": 2, "masked": True}, 3, (390, 14)),
+    "d128_lse": (128, 128, {"return_lse": True, "k_mean": True}, 3, (380, 14)),
+    "d128_softcap_mean": (128, 128, {"masked": True, "k_mean": True}, 3, (430, 14)),
+    "d256": (256, 256, {}, 1, (310, 14)),
+    "d512": (512, 512, {}, 1, (330, 8)),
+    "d512_splits": (512, 512, {"num_splits": 2, "masked": True}, 1, (620, 60)),
+    "d64_512_large_pool": (64, 512, {"num_pages": 2**16}, 1, (80, 2)),
 }
 
 
 #: The same of int8 keys.
 PREFILLED_INT8: dict[str, tuple[int, int, dict[str, Any], int, tuple[int, int]]] = {
-    "d128": (128, 128, {}, 2, (60, 0)),
-    "d128_splits": (128, 128, {"num_splits": 2, "masked": True}, 2, (80, 0)),
-    "d256": (256, 256, {}, 1, (380, 14)),
+    "d128": (128, 128, {}, 2, (20, 0)),
+    "d128_splits": (128, 128, {"num_splits": 2, "masked": True}, 2, (30, 0)),
+    "d256": (256, 256, {}, 1, (310, 14)),
 }
 
 
@@ -233,8 +233,9 @@ def test_decoding(name: str) -> None:
     D, D_v, H, M, ctas_per_sm = DECODED[name]
     decode, merge = shared(compile_decode, D, D_v, H, M, num_splits=2)
     # In the loop of pages that may be open.
-    assert_decoding(decode, ctas_per_sm, {"d64": 6, "d64_32_rows": 62}.get(name, 0))
-    assert not {"LDL", "STL"} & {*loop_of(decode)}
+    assert_decoding(decode, ctas_per_sm, {"d64": 6, "d64_32_rows": 68}.get(name, 0))
+    opcodes = Counter(loop_of(decode))
+    assert opcodes["LDL"] + opcodes["STL"] <= (name == "d64_32_rows")
     assert_sound(merge)
 
 
@@ -262,7 +263,8 @@ def test_a_large_q_beside_a_mean() -> None:
             ha.attention_kvcache(q, cache, table, seqlens, num_splits=1, return_lse=True)
 
     for kernel in compile_for_sm90(launch):
-        assert_sound(kernel, 16)
+        # Before the loop and behind it.
+        assert_sound(kernel, 160)
 
 
 @pytest.mark.thorough
@@ -305,7 +307,7 @@ def test_a_step(D: int, recipe: ha.Recipe) -> None:
     for name, spilled in (("append_kv", 0), ("close_full_pages", 0), ("merge_splits_kernel", 0)):
         assert_sound(kernels[f"_helion_{name}"], spilled)
     # In the loop of pages that may be open.
-    for name, spilled in (("fp8_attn_decode", 48), ("fp8_attn_prefill", 540 if D == 256 else 0)):
+    for name, spilled in (("fp8_attn_decode", 4), ("fp8_attn_prefill", 470 if D == 256 else 0)):
         kernel = kernels[f"_helion_{name}"]
         assert_decoding(kernel, 2 if D == 128 else 1, spilled, recipe == ha.BALANCED)
         opcodes = Counter(loop_of(kernel))
