@@ -34,14 +34,14 @@ from devtools.sm90 import Sm90Kernel, compile_for_sm90, fake_cuda
 from devtools.workloads import Workload
 from helion_attn.compiler import triton_hook
 from helion_attn.compiler.helion_adapter import Config, helion_config
-from helion_attn.compiler.kernels import Compiled
+from helion_attn.compiler.runners import Compiled
 from helion_attn.configs import TileConfig, tile_config
 from helion_attn.kernels import attention
 from helion_attn.kernels.lib import schraudolph, steps
 from helion_attn.kernels.lib.specs import AttentionSpec
 from helion_attn.numerics import takes_bits
 from helion_attn.options import ScoreOptions
-from helion_attn.preprocess.lib.v_layout import position_of_key
+from helion_attn.preprocess.lib.v_layout import key_stored_at
 from helion_attn.problem import AttentionArgs, Choice
 from helion_attn.types import PackedTensors
 
@@ -148,7 +148,7 @@ TILES: dict[int, dict[str, dict[str, Any]]] = {
 
 def shipped_tile(D: int) -> TileConfig:
     """The tuned config for full attention."""
-    return tile_config(D, causal=False)
+    return tile_config(D, has_right=False)
 
 
 def variants(D: int) -> dict[str, Variant]:
@@ -203,7 +203,7 @@ def repacked(qkv: ha.QuantizedQKV, tile: TileConfig, interleaved: bool) -> Packe
     heads, _, D, bn = qkv.v8.shape
     v8 = qkv.v8.view(torch.uint8)
     if not interleaved:
-        v8 = v8[..., position_of_key(torch.arange(bn, device=v8.device))]
+        v8 = v8[..., key_stored_at(torch.arange(bn, device=v8.device)).argsort()]
     keys = v8.transpose(2, 3).reshape(heads, -1, tile.bn, D)
     return PackedTensors(
         q8=qkv.q8.view(heads, -1, tile.bm, D),
@@ -236,7 +236,7 @@ def launch(
         n_len=M,
         d=D,
         d_v=D,
-        softmax=ScoreOptions(causal=causal, sm_scale=sm_scale).resolved(D),
+        scores=ScoreOptions(causal=causal, sm_scale=sm_scale).resolved(D),
         bshd=False,
         out_dtype=out.dtype,
         recipe=recipe.resolved,

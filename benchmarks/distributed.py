@@ -169,11 +169,11 @@ def gathered_call(
         n_len=qkv.N,
         d=qkv.D,
         d_v=qkv.D_v,
-        softmax=ScoreOptions(causal=causal).resolved(qkv.D),
+        scores=ScoreOptions(causal=causal).resolved(qkv.D),
         bshd=False,
         recipe=qkv.recipe,
     )
-    return partial(ops.attention_gathered, arguments)
+    return partial(ops.attention_multi_rank, arguments)
 
 
 def measure_gathered(options: Options) -> list[Row]:

@@ -44,7 +44,7 @@ from benchmarks.lib.recipes import PRESETS
 from benchmarks.lib.suite import Block, Options, Plot, Suite, console, progress
 from benchmarks.lib.tables import Table, error_text, mask, number, rows_of, values_of
 from devtools.inputs import INPUT_KINDS, make_qkv
-from helion_attn.compiler.kernels import Compiled
+from helion_attn.compiler.runners import Compiled
 from helion_attn.configs import tile_config
 from helion_attn.kernels import attention
 from helion_attn.numerics import MAX_BITS_D

@@ -160,11 +160,13 @@ def pack_launch(
 ) -> Callable[[], tuple[Tensor, ...]]:
     """The last launch of `quantize` alone: transform, scale, cast and pack. What it needs to know is computed here."""
     tile = configs.packing(q.size(3), v.size(3), recipe.bits)
-    source = strided_qkv(q, k, v, tile.D_pad, tile.D_v_pad)
+    source = strided_qkv(q, k, v, tile)
     unused = q.new_empty(1, dtype=torch.float32)
     norms, tables = no_norms(unused), kernel_tables(rope_arguments(rope), source.D_row, unused)
     known = sample.launch(source, norms, tables, recipe)
-    return lambda: all_tensors(pack.launch(source, norms, tables, known, tile.bm, tile.bn, recipe, shift_lse=False))
+    return lambda: all_tensors(
+        pack.launch(source, norms, tables, known, tile.bm, tile.bn, recipe, needs_lse_shift=False)
+    )
 
 
 def stages(w: Workload, q: Tensor, k: Tensor, v: Tensor) -> list[Stage]:

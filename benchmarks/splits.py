@@ -96,8 +96,8 @@ def choosing(choose: Chooser) -> Prepare:
         prepared = helion_attn_with(RECIPES[DEFAULT])(q, k, v, causal, sm_scale)
         problem = quantized_problem(ha.quantize(q, k, v), causal=causal, sm_scale=sm_scale)
         with mock.patch.object(scheduling, "key_splits", choose):
-            plan = ops.attention.plan(problem)
-        tensors = ops.attention.tensors(problem)
+            plan = ops.attention_quantized.plan(problem)
+        tensors = ops.attention_quantized.tensors(problem)
         return dataclasses.replace(prepared, run=lambda: plan.run(tensors)[0])
 
     return prepare

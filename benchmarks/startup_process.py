@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 #: What a first call would import otherwise.
-KERNELS = ("preprocess.quantize", "kernels.attention", "kernels.attention_large_d")
+KERNELS = ("preprocess.pipeline", "kernels.attention", "kernels.attention_large_d")
 
 LATER_CALLS = 50
 

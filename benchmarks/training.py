@@ -104,14 +104,14 @@ class Fa3WithFa2(torch.autograd.Function):
         out, lse = fa3.flash_attn_func(*bshd, causal=causal, return_attn_probs=True)
         out = out.transpose(1, 2)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.softmax = ScoreOptions(causal=causal).resolved(q.size(3))
+        ctx.scores = ScoreOptions(causal=causal).resolved(q.size(3))
         return cast(torch.Tensor, out)
 
     @staticmethod
     def backward(ctx: Any, d_out: torch.Tensor) -> Any:
         """dQ, dK and dV."""
         q, k, v, out, lse = ctx.saved_tensors
-        return *kernels.flash(d_out, q, k, v, out, lse, ctx.softmax), None
+        return *kernels.flash(d_out, q, k, v, out, lse, ctx.scores), None
 
 
 def checkpointed(attend: Attend, qkv: list[torch.Tensor], d_out: torch.Tensor) -> None:
@@ -189,7 +189,7 @@ def dequantising(w: Workload, options: Options) -> Row:
     """Time of giving the backward kernel its tensors."""
     q, k, v = make_qkv("randn", w.B, w.H, w.H_kv, w.M, w.N, w.D, device=options.device)
     a = dense_problem(q, k, v, causal=w.causal)
-    asked = dense._kept(a, dense.dense_training(a))
+    asked = dense._kept(a, dense.attention_training(a))
     unpack = functools.partial(dense.dequantised, asked.forward, torch.bfloat16)
     ms = time_interleaved({"dequantise": unpack}, options.device, options.repeats)["dequantise"]
     return result_row("helion_attn", w, "dequantise", "randn", recipe=DEFAULT, ms=ms) | {"tflops": None}

@@ -179,7 +179,7 @@ def _offline_hopper(keep_generated: bool = False) -> Iterator[list[Any]]:
     from torch._subclasses.fake_tensor import FakeTensor
     from triton.runtime.jit import JITFunction, MockTensor
 
-    from helion_attn.compiler import code_cache, kernels, stored_code
+    from helion_attn.compiler import code_cache, runners, stored_code
     from helion_attn.validate import dense
 
     compiled: list[Any] = []
@@ -219,7 +219,7 @@ def _offline_hopper(keep_generated: bool = False) -> Iterator[list[Any]]:
         patch(stored_code, "read", lambda key: read(offline(key)) if keep_generated else [])
         patch(stored_code, "write", lambda key, entries: write(offline(key), entries) if keep_generated else None)
         patch(code_cache.Generated, "_trace", trace_offline)
-        patch(kernels, "link", lambda *_: None)
+        patch(runners, "link", lambda *_: None)
         patch(driver, "_active", _OfflineDriver())
         patch(dense, "_CAPABLE", set())
         yield compiled

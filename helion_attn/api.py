@@ -49,7 +49,7 @@ from helion_attn.validate.dense import (
     check_splits,
 )
 from helion_attn.validate.derivatives import needs_gradient
-from helion_attn.validate.packed import check_quantized
+from helion_attn.validate.quantized import check_quantized
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
@@ -100,19 +100,19 @@ def quantize(
     def problem() -> tuple[Any, QuantizeArgs]:
         check_quantize(q, k, v, chosen, layout, rope, q_norm, k_norm)
         qkv_bhsd = heads_first(q, k, v, layout)
-        return ops.quantize_qkv, QuantizeArgs(
+        return ops.quantize, QuantizeArgs(
             *qkv_bhsd,
             rope=NO_ROPE_ARGUMENTS if rope is None else rope_arguments(rope),
             norm=norm_arguments(q_norm, k_norm),
             recipe=chosen,
-            shift_lse=True,
+            needs_lse_shift=True,
         )
 
     more, rest = (*rope_tensors(rope), *norm_tensors(q_norm, k_norm)), (interleaved(rope), *norm_eps(q_norm, k_norm))
     tensors = plans.run("quantize", (q, k, v, *more), (chosen, layout, *rest), problem)
     length = 2 if layout == "bhsd" else 1
     return QuantizedQKV(
-        **packed_fields(tensors, chosen, shift_lse=True),
+        **packed_fields(tensors, chosen, needs_lse_shift=True),
         M=q.size(length),
         N=k.size(length),
         D=q.size(3),
@@ -206,7 +206,7 @@ def pack_unread(
     q, k, v = heads_first(q, k, v, layout)
     (B, H, M, D), (H_kv, N), D_v = q.shape, k.shape[1:3], v.size(3)
     tile = packing(D, D_v)
-    q8, k8, v8 = ops.pack_qkv(PackArgs(q=q, k=k, v=v))
+    q8, k8, v8 = ops.pack(PackArgs(q=q, k=k, v=v))
 
     rows = q_scale.new_ones(B, H, q8.size(1) * tile.bm)
     if q_scale.dim() == 2 and q_scale.size(1) != H:
@@ -273,14 +273,14 @@ def quantized_problem(
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
     num_splits: int | None = None,
-    **scores: Unpack[ScoreKwargs],
+    **score_kwargs: Unpack[ScoreKwargs],
 ) -> AttentionArgs:
     """The arguments of `attention_quantized`, checked, as its operation takes them."""
     check_head_dim("D is", qkv.D)
     check_head_dim("D_v is", qkv.D_v)
     check_recipe_dims(qkv.recipe, qkv.D, qkv.D_v)
     check_quantized(qkv, packing(qkv.D, qkv.D_v, qkv.recipe.bits))
-    given = ScoreOptions(**scores)
+    given = ScoreOptions(**score_kwargs)
     check_options(given, return_lse, out_dtype, qkv.q_descale.size(1), qkv.q8.device)
     check_splits(num_splits, qkv.N, qkv.D, qkv.D_v, qkv.recipe)
     mask = None if block_mask is None else as_block_mask(block_mask)
@@ -293,7 +293,7 @@ def quantized_problem(
         n_len=qkv.N,
         d=qkv.D,
         d_v=qkv.D_v,
-        softmax=given.resolved(qkv.D),
+        scores=given.resolved(qkv.D),
         bshd=qkv.layout == "bshd",
         out_dtype=qkv.dtype if out_dtype is None else out_dtype,
         recipe=qkv.recipe,
@@ -365,7 +365,7 @@ def attention_quantized(
     }  # fmt: skip
 
     def problem() -> tuple[Any, AttentionArgs]:
-        return ops.attention, quantized_problem(qkv, sinks=sinks, block_mask=block_mask, **options)
+        return ops.attention_quantized, quantized_problem(qkv, sinks=sinks, block_mask=block_mask, **options)
 
     more, rest = split_tensors(sinks=sinks, block_mask=block_mask)
     sizes = qkv.M, qkv.N, qkv.D, qkv.D_v, qkv.dtype, qkv.layout, qkv.recipe
@@ -387,17 +387,17 @@ def dense_problem(
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
     num_splits: int | None = None,
-    **scores: Unpack[ScoreKwargs],
+    **score_kwargs: Unpack[ScoreKwargs],
 ) -> DenseArgs:
     """The arguments of `attention`, checked, as its operation takes them."""
     recipe = as_recipe(recipe)
     check_quantize(q, k, v, recipe, layout, rope, q_norm, k_norm, differentiable=True)
     H = q.size(1 if layout == "bhsd" else 2)
-    given = ScoreOptions(**scores)
+    given = ScoreOptions(**score_kwargs)
     check_options(given, return_lse, out_dtype, H, q.device, differentiable=True)
     if num_splits is not None:
         check_splits(num_splits, k.size(2 if layout == "bhsd" else 1), q.size(3), v.size(3), recipe)
-    softmax = given.resolved(q.size(3))
+    scores = given.resolved(q.size(3))
     qkv_bhsd = heads_first(q, k, v, layout)
     mask = None if block_mask is None else as_block_mask(block_mask)
     if mask is not None:
@@ -407,12 +407,12 @@ def dense_problem(
         *qkv_bhsd,
         rope=NO_ROPE_ARGUMENTS if rope is None else rope_arguments(rope),
         norm=norm_arguments(q_norm, k_norm),
-        softmax=softmax,
+        scores=scores,
         bshd=layout == "bshd",
         out_dtype=q.dtype if out_dtype is None else out_dtype,
         recipe=recipe,
         num_splits=num_splits,
-        shift_lse=softmax.needs_k_mean_correction(return_lse),
+        needs_lse_shift=scores.needs_lse_shift(return_lse),
         block_mask=NO_MASK_ARGUMENTS if mask is None else mask_arguments(mask),
     )
 
@@ -499,10 +499,10 @@ def attention(
         return_lse: also return the log-sum-exp of the scores as the softmax sees them, sinks included, fp32 [B, H, M],
             natural log.
         out_dtype: bf16, fp16, fp32 or float8_e4m3fn; q's by default.
-        num_splits: runs into which a program's keys are split, a program each, whose fp32 results are merged
+        num_splits: splits of a program's keys, a program each, whose fp32 results are merged
             (FlashDecoding). By default chosen from the shapes and the GPU, so that few queries on many keys fill it;
             the batch size then decides on the last bits of an output. With a number they are those that the sequence
-            has alone. At most one run a block of keys; 1 with head dims that `fp8_attn_fwd_large_d` takes.
+            has alone. At most one split a block of keys; 1 with head dims that `fp8_attn_fwd_large_d` takes.
 
     Returns:
         out, shaped as q with D_v for D, and lse if asked for. Both have gradients of q, k, v, sinks and norms' weights,
@@ -533,8 +533,8 @@ def attention(
         asked = dense_problem(q, k, v, **(options | {"recipe": BALANCED} if chooses else options), **of_tensors)
         if chooses and (pytorch := auto.pytorch_call(asked, options | of_tensors)) is not None:
             return pytorch, asked
-        learned = needs_gradient(q, k, v, asked.softmax.sinks, asked.norm.q_weight, asked.norm.k_weight)
-        return backward.attention_with_gradients if learned else ops.attention_dense, asked
+        learned = needs_gradient(q, k, v, asked.scores.sinks, asked.norm.q_weight, asked.norm.k_weight)
+        return backward.attention_with_gradients if learned else ops.attention, asked
 
     more, rest = split_tensors(**of_tensors)
     out, lse = plans.run("attention", (q, k, v, *more), (*options.values(), *rest), problem)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from helion_attn import calls, plans
+from helion_attn import plans, public_calls
 from helion_attn.configs import read_table
 from helion_attn.problem import DenseArgs
 from helion_attn.types import preset_name
@@ -77,9 +77,9 @@ class PyTorchCall(NamedTuple):
         """For tensors of one layout as for those of another."""
         return self
 
-    def call_of(self, problem: DenseArgs) -> calls.Call:
+    def call_of(self, problem: DenseArgs) -> public_calls.PublicCall:
         """Return the call of `attention` that chose it."""
-        call = calls.of_dense(problem)
+        call = public_calls.of_attention(problem)
         return call._replace(options={**call.options, "recipe": "auto"})
 
     @property
@@ -117,10 +117,10 @@ def other_option(options: Mapping[str, Any]) -> str | None:
 
 def why_not_pytorch(problem: DenseArgs, options: Mapping[str, Any]) -> str | None:
     """Name what PyTorch's fast attention lacks for a call; None if it lacks nothing."""
-    q, k, v, softmax = problem.q, problem.k, problem.v, problem.softmax
+    q, k, v, scores = problem.q, problem.k, problem.v, problem.scores
     if (name := other_option(options)) is not None:
         return f"{name} is given"
-    if softmax.sm_scale == 0:
+    if scores.sm_scale == 0:
         return "sm_scale is 0"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return "q, k and v are neither bf16 nor fp16"
@@ -130,7 +130,7 @@ def why_not_pytorch(problem: DenseArgs, options: Mapping[str, Any]) -> str | Non
         return f"the head dim is not a multiple of {STEP_D} up to {MOST_D}"
     if any(x.stride(3) != 1 for x in (q, k, v)):
         return "a tensor's last dimension has another stride than 1"
-    if softmax.right == 0 and q.size(2) != 1 and q.size(2) != k.size(2):
+    if scores.right == 0 and q.size(2) != 1 and q.size(2) != k.size(2):
         return "the mask is causal and M is not N"
     return None
 
@@ -162,7 +162,7 @@ def _trains(problem: DenseArgs) -> bool:
 def _hides_keys(problem: DenseArgs) -> bool:
     """Whether a causal mask hides any; a single query is the last one."""
     # A branch, since torch.compile makes a guard of that alone.
-    return problem.softmax.right == 0 if problem.q.size(2) != 1 else False
+    return problem.scores.right == 0 if problem.q.size(2) != 1 else False
 
 
 def pytorch_call(problem: DenseArgs, options: Mapping[str, Any]) -> PyTorchCall | None:
@@ -174,7 +174,7 @@ def pytorch_call(problem: DenseArgs, options: Mapping[str, Any]) -> PyTorchCall 
     if why_not_pytorch(problem, options) is not None or _is_long(problem, crossover(problem)):
         return None
     q, k = problem.q, problem.k
-    return PyTorchCall(_hides_keys(problem), problem.softmax.scale, q.size(1) != k.size(1), problem.bshd)
+    return PyTorchCall(_hides_keys(problem), problem.scores.scale, q.size(1) != k.size(1), problem.bshd)
 
 
 def _is_long(problem: DenseArgs, row: Crossover) -> bool:

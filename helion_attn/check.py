@@ -155,7 +155,7 @@ class _Sample:
 
     def __init__(self, problem: DenseArgs, mask: BlockMask | None) -> None:
         self.q, self.k, self.v, self.rope = problem.q, problem.k, problem.v, problem.rope
-        self.softmax, norm = problem.softmax, problem.norm
+        self.scores, norm = problem.scores, problem.norm
         self.q_norm, self.k_norm = _Norm(self.q, norm.q_weight, norm.q_eps), _Norm(self.k, norm.k_weight, norm.k_eps)
         (B, H, self.M, self.D), self.N = self.q.shape, self.k.size(2)
         every = max(1, B * H // HEADS)
@@ -239,8 +239,8 @@ class _OnlineSoftmax:
         heads, rows = self.q.shape[:2]
         # [heads, rows, 1]. A sink is one more score, which has no value.
         self.m = self.q.new_full((heads, rows, 1), float("-inf"))
-        if sample.softmax.sinks is not None:
-            self.m = self.m.copy_(torch.stack([sample.softmax.sinks[h] for _b, h, _kv in sample.heads])[:, None, None])
+        if sample.scores.sinks is not None:
+            self.m = self.m.copy_(torch.stack([sample.scores.sinks[h] for _b, h, _kv in sample.heads])[:, None, None])
         self.l = (self.m > float("-inf")).double()
         # [heads, rows, D_v]
         self.acc = self.q.new_zeros(heads, rows, sample.v.size(3))
@@ -252,8 +252,8 @@ class _OnlineSoftmax:
         """Attend to the keys from `first` on, too: [heads, keys, D] and [heads, keys, D_v]."""
         of = self.sample
         # [heads, rows, keys]
-        s = of.softmax.capped(self.q @ self._rounded(k).mT * of.softmax.scale)
-        s = hide_keys_of_rows(s, of.rows, first, of.M, of.N, False, (of.softmax.left, of.softmax.right))
+        s = of.scores.capped(self.q @ self._rounded(k).mT * of.scores.scale)
+        s = hide_keys_of_rows(s, of.rows, first, of.M, of.N, False, (of.scores.left, of.scores.right))
         if self.seen is not None:
             s = s.masked_fill(~self.seen[..., first : first + k.size(1)], float("-inf"))
         m = torch.maximum(self.m, s.amax(2, keepdim=True))

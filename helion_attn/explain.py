@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from helion_attn import auto, ops, plans
 from helion_attn.api import attention, dense_problem, split_tensors
-from helion_attn.backward.dense import backward_kernel, dense_training
+from helion_attn.backward.dense import attention_training, backward_kernel
 from helion_attn.backward.prologue import without_prologue
 from helion_attn.compiler.passes.expected import expected_passes
 from helion_attn.compiler.passes.outcome import Outcome
@@ -37,7 +37,7 @@ class Explanation:
 
     Attributes:
         device: what runs it.
-        launches: kernels of this package, in their order: preprocessing, attention, the merging of runs. None where
+        launches: kernels of this package, in their order: preprocessing, attention, the merging of splits. None where
             recipe="auto" chose PyTorch's attention: what follows is then empty, 1 or False.
         kernel: the one of attention, or "scaled_dot_product_attention" of PyTorch.
         tile: its config. Of CPU tensors, whose interpreter has no use for warps and stages, what an H200 would take.
@@ -46,7 +46,7 @@ class Explanation:
         expected: names of the passes that the config was timed with.
         registers: of a thread, as the GPU has loaded the kernel; None where nothing was compiled.
         spills: registers that did not fit, likewise.
-        splits: runs of keys, one program each, whose results are merged.
+        splits: of the keys, one program each, whose results are merged.
         quantises_q: whether the attention kernel quantises Q, which is not packed then.
         lists_keys: whether a block mask says which key blocks a row block visits.
         shares_tiles: whether the query heads of a KV head share tiles.
@@ -86,7 +86,7 @@ class Explanation:
             f"  tile: {tile.bm} query rows by {tile.bn} keys, {tile.num_warps} warps, {tile.num_stages} stages, "
             f"{registers}, {tile.ctas_per_sm} programs an SM",
             f"  keys: {'those that the block mask lists, ' if self.lists_keys else ''}"
-            f"{f'{self.splits} runs, merged' if self.splits > 1 else 'not split'}",
+            f"{f'{self.splits} splits, merged' if self.splits > 1 else 'not split'}",
             f"  heads: {'those of a KV head share tiles' if self.shares_tiles else 'none share tiles'}; "
             f"{self.heads_at_once} at once",
             f"  queries: {'quantised by the kernel' if self.quantises_q else 'packed before'}",
@@ -136,10 +136,10 @@ def explain(
         chosen = (auto.reason(problem, asked, where),)
         if auto.pytorch_call(problem, asked) is not None:
             return _of_pytorch(where, chosen)
-    operation, backward = ops.attention_dense, None
-    if needs_gradient(q, k, v, problem.softmax.sinks, problem.norm.q_weight, problem.norm.k_weight):
+    operation, backward = ops.attention, None
+    if needs_gradient(q, k, v, problem.scores.sinks, problem.norm.q_weight, problem.norm.k_weight):
         problem = without_prologue(problem)
-        operation, backward = dense_training, str(backward_kernel(problem))
+        operation, backward = attention_training, str(backward_kernel(problem))
     shape = shape_of_dense(problem)
     choice = choose(shape, count, problem if backward is None else None)
     made = operation.plan(problem, count)
@@ -303,4 +303,4 @@ def plan(
     problem = dense_problem(q, k, v, return_lse=return_lse, **options)
     check_no_gradients(q, k, v, options)
     _, key = _given(q, k, v, options)
-    return AttentionPlan(ops.attention_dense.plan(problem), key, return_lse, _texts(q, k, v, options))
+    return AttentionPlan(ops.attention.plan(problem), key, return_lse, _texts(q, k, v, options))

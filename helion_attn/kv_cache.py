@@ -425,7 +425,7 @@ def decode_problem(
     check_open_pages(open_pages, cache, block_table)
     if debugging():  # not in a check that flash-attn's function makes before it appends
         check_appended(q, cache, block_table, cache_seqlens, layout)
-    softmax = scores.resolved(cache.D)
+    scores = scores.resolved(cache.D)
     return DecodeArgs(
         q=q.transpose(1, 2) if layout == "bshd" else q,
         cache=cache,
@@ -433,8 +433,8 @@ def decode_problem(
         block_table=block_table,
         cache_seqlens=cache_seqlens,
         splits=num_splits,
-        softmax=softmax,
-        shift_lse=softmax.needs_k_mean_correction(return_lse),
+        scores=scores,
+        needs_lse_shift=scores.needs_lse_shift(return_lse),
         bshd=layout == "bshd",
         out_dtype=q.dtype if out_dtype is None else out_dtype,
     )
@@ -640,7 +640,7 @@ def step_problem(
         q, k, v, cache, cu_seqlens, block_table, seqlens, drafts, open_pages, out, max_seqlen_q, max_seqlen_k, scores,
         num_splits, return_lse, rope,
     )  # fmt: skip
-    softmax = scores.resolved(cache.D)
+    resolved = scores.resolved(cache.D)
     opened = OpenPagesArgs(*open_page_fields(open_pages))._replace(keys=0, drafts=drafts)
     return StepArgs(
         q=q,
@@ -655,8 +655,8 @@ def step_problem(
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
         splits=num_splits,
-        softmax=softmax,
-        shift_lse=softmax.needs_k_mean_correction(return_lse),
+        scores=resolved,
+        needs_lse_shift=resolved.needs_lse_shift(return_lse),
         rope=rope_arguments(rope),
     )
 

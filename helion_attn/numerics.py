@@ -121,6 +121,12 @@ MAX_HADAMARD_BLOCK = 128
 #: Channels that a reflection mixes: I - J/2, J all ones, is orthogonal of this order alone.
 REFLECTED_GROUP = 4
 
+
+def reflected_channels(D: int) -> int:
+    """How many channels of a head dim are in whole groups; the others stay."""
+    return D // REFLECTED_GROUP * REFLECTED_GROUP
+
+
 #: The largest seed of a rotation: an op's ints have 64 bits, and a sign.
 MAX_SEED = 2**63 - 1
 

@@ -26,6 +26,39 @@ class ScoreScales(NamedTuple):
     tanh_scale: float
 
 
+class ScoreSpec(NamedTuple):
+    """What kernels are compiled for of the scores: the part of all their specs that `ScoreOptions` decide.
+
+    Attributes:
+        has_left: a window ends to the left.
+        has_right: a window or causality ends to the right.
+        has_softcap: scores have a softcap.
+        has_sinks: a head has one more logit.
+        has_lse_shift: smooth-K took `lse_shift` from a row's scores, and somebody sees it.
+    """
+
+    has_left: bool
+    has_right: bool
+    has_softcap: bool
+    has_sinks: bool
+    has_lse_shift: bool
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the softmax's input is a multiple of q k^T."""
+        return not self.has_softcap
+
+    @property
+    def lse_shift_in_scores(self) -> bool:
+        """Whether `lse_shift` is added to scores: a softmax can do without, tanh cannot."""
+        return self.has_lse_shift and not self.is_linear
+
+    @property
+    def lse_shift_in_lse(self) -> bool:
+        """Whether `lse_shift` is added to the lse: with a softcap scores have it already."""
+        return self.has_lse_shift and self.is_linear
+
+
 @dataclass(frozen=True, eq=False)  # of tensors: == of their fields would be ambiguous
 class ScoreOptions:
     """Which scores there are, and what is done to them before and in the softmax.
@@ -89,8 +122,8 @@ class ScoreOptions:
         """Whether the softmax's input is linear in q k^T: without a softcap."""
         return self.softcap is None
 
-    def needs_k_mean_correction(self, return_lse: bool) -> bool:
-        """Whether a call sees what K's mean takes from all scores of a row, as a softmax of keys alone does not."""
+    def needs_lse_shift(self, return_lse: bool) -> bool:
+        """Whether a call sees `lse_shift`, what K's mean takes from all scores of a row: a softmax of keys does not."""
         return return_lse or self.softcap is not None or self.sinks is not None
 
     @property
@@ -110,9 +143,15 @@ class ScoreOptions:
         """Return scaled scores as the softcap leaves them."""
         return s if self.softcap is None else self.softcap * torch.tanh(s / self.softcap)
 
-    def choices(self) -> dict[str, bool]:
-        """Which specialisation of the mask and of scores it takes."""
-        return {"has_left": self.left >= 0, "has_right": self.right >= 0, "has_softcap": self.softcap is not None}
+    def spec(self, has_lse_shift: bool) -> ScoreSpec:
+        """Return what kernels are compiled for, whose rows have an `lse_shift` or not."""
+        return ScoreSpec(
+            has_left=self.left >= 0,
+            has_right=self.right >= 0,
+            has_softcap=self.softcap is not None,
+            has_sinks=self.sinks is not None,
+            has_lse_shift=has_lse_shift,
+        )
 
 
 class ScoreKwargs(TypedDict, total=False):

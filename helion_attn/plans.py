@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from helion_attn import calls
+from helion_attn import public_calls
 from helion_attn.compiler.buffers import ALIGNMENT, Buffer, Draft, Fill, Launch, Memory
 from helion_attn.compiler.notice import LOG
 from helion_attn.debug_state import SEEN
@@ -190,7 +190,7 @@ class Planned(Protocol):
     def plan(self, arguments: Any) -> Plan:
         """Plan the launches for arguments of these layouts."""
 
-    def call_of(self, arguments: Any) -> calls.Call | None:
+    def call_of(self, arguments: Any) -> public_calls.PublicCall | None:
         """Return the call of a public function that it is, or None."""
 
     def __call__(self, arguments: Any) -> Any:
@@ -264,9 +264,9 @@ def log_new(operation: Planned, arguments: Any, plan: Plan) -> None:
         log_call(call, plan.kernels)
 
 
-def log_call(call: calls.Call, comment: str) -> None:
+def log_call(call: public_calls.PublicCall, comment: str) -> None:
     """Log a call as a line of Python, at level DEBUG; once, while the line is kept."""
-    text = calls.line(call, comment)
+    text = public_calls.line(call, comment)
     with _LOCK:
         is_new = text not in _LOGGED
         if len(_LOGGED) >= MAX_PLANS:

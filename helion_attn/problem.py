@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -74,30 +74,6 @@ def norm_arguments(q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> NormArgs:
     return norms
 
 
-class MaskArgs(NamedTuple):
-    """The tensors of a `BlockMask`, or its absence, as operations take it."""
-
-    lists: torch.Tensor | None
-    entries: torch.Tensor | None
-    tile_of: torch.Tensor | None
-    tiles: torch.Tensor | None
-
-    @property
-    def block_sparse(self) -> bool:
-        """Whether there is a mask."""
-        return self.lists is not None
-
-
-NO_MASK_ARGUMENTS = MaskArgs(lists=None, entries=None, tile_of=None, tiles=None)
-
-
-def mask_arguments(mask: BlockMask | None) -> MaskArgs:
-    """`mask` as operations take it."""
-    if mask is None:
-        return NO_MASK_ARGUMENTS
-    return MaskArgs(lists=mask.lists, entries=mask.entries, tile_of=mask.tile_of, tiles=mask.tiles)
-
-
 class ListSteps(NamedTuple):
     """How the lists of a `BlockMask` lie.
 
@@ -118,6 +94,44 @@ class ListSteps(NamedTuple):
 NO_LISTS = ListSteps(1, 1, 1, 1)
 
 
+class MaskArgs(NamedTuple):
+    """The tensors of a `BlockMask`, or its absence, as operations take it."""
+
+    lists: torch.Tensor | None
+    entries: torch.Tensor | None
+    tile_of: torch.Tensor | None
+    tiles: torch.Tensor | None
+
+    @property
+    def block_sparse(self) -> bool:
+        """Whether there is a mask."""
+        return self.lists is not None
+
+    def arguments(self, heads: int, unused: torch.Tensor) -> dict[str, Any]:
+        """Return a kernel's arguments for it and so many query heads, by name; without a mask, `unused` for tensors."""
+        if self.lists is None or self.entries is None or self.tile_of is None or self.tiles is None:
+            return {**dict.fromkeys(("lists", "entries", "tile_of", "tiles"), unused), "list_steps": NO_LISTS}
+        B, H, row_blocks, key_blocks = self.entries.shape
+        shared = heads if H == 1 and B > 1 else 1
+        return {
+            "lists": self.lists.view(-1),
+            "entries": self.entries.view(-1),
+            "tile_of": self.tile_of.view(-1),
+            "tiles": self.tiles.view(-1),
+            "list_steps": ListSteps(shared=shared, heads=B * H, row_blocks=row_blocks, key_blocks=key_blocks),
+        }
+
+
+NO_MASK_ARGUMENTS = MaskArgs(lists=None, entries=None, tile_of=None, tiles=None)
+
+
+def mask_arguments(mask: BlockMask | None) -> MaskArgs:
+    """`mask` as operations take it."""
+    if mask is None:
+        return NO_MASK_ARGUMENTS
+    return MaskArgs(lists=mask.lists, entries=mask.entries, tile_of=mask.tile_of, tiles=mask.tiles)
+
+
 class DenseArgs(NamedTuple):
     """Attention from unquantised tensors.
 
@@ -127,8 +141,8 @@ class DenseArgs(NamedTuple):
         v: [B, H_kv, N, D_v], same dtype.
         rope: rotates Q and K first.
         norm: is applied to Q and K before that.
-        softmax: and the rest, as in `AttentionArgs`.
-        shift_lse: whether somebody sees what smooth_k takes from the scores.
+        scores: and the rest, as in `AttentionArgs`.
+        needs_lse_shift: whether somebody sees `lse_shift`, what smooth_k takes from the scores.
     """
 
     q: torch.Tensor
@@ -136,12 +150,12 @@ class DenseArgs(NamedTuple):
     v: torch.Tensor
     rope: RopeArgs
     norm: NormArgs
-    softmax: ScoreOptions
+    scores: ScoreOptions
     bshd: bool
     out_dtype: torch.dtype
     recipe: Recipe
     num_splits: int | None
-    shift_lse: bool
+    needs_lse_shift: bool
     block_mask: MaskArgs = NO_MASK_ARGUMENTS
 
     @property
@@ -159,8 +173,8 @@ class VarlenArgs(NamedTuple):
         v: [N, H_kv, D_v], same dtype.
         cu_seqlens_q: int32 [B + 1].
         cu_seqlens_k: int32 [B + 1].
-        softmax: and the rest, as in `AttentionArgs`.
-        shift_lse: whether somebody sees what smooth_k takes from the scores.
+        scores: and the rest, as in `AttentionArgs`.
+        needs_lse_shift: whether somebody sees `lse_shift`, what smooth_k takes from the scores.
     """
 
     q: torch.Tensor
@@ -168,10 +182,10 @@ class VarlenArgs(NamedTuple):
     v: torch.Tensor
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
-    softmax: ScoreOptions
+    scores: ScoreOptions
     out_dtype: torch.dtype
     recipe: Recipe
-    shift_lse: bool
+    needs_lse_shift: bool
 
     @property
     def packing(self) -> Packing:
@@ -188,11 +202,11 @@ class AttentionArgs(NamedTuple):
         n_len: N, the true key length; of packed sequences, of all.
         d: head dim of the unpadded Q and K.
         d_v: head dim of the unpadded V, and of the output.
-        softmax: of scores.
+        scores: which there are, and what is done to them.
         bshd: the layout of the output.
         out_dtype: of the output.
         recipe: how the tensors were quantised, and P is.
-        num_splits: runs of the keys, a program each, whose results are merged; None to choose.
+        num_splits: splits of the keys, a program each, whose results are merged; None to choose.
         block_mask: which scores there are besides.
     """
 
@@ -201,7 +215,7 @@ class AttentionArgs(NamedTuple):
     n_len: int
     d: int
     d_v: int
-    softmax: ScoreOptions
+    scores: ScoreOptions
     bshd: bool
     out_dtype: torch.dtype
     recipe: Recipe
@@ -219,18 +233,16 @@ class AttentionArgs(NamedTuple):
             "out_head_step": 1 if self.bshd else self.m_len,
             "out_row_step": H if self.bshd else 1,
             # An edge further away hides nothing, and might not fit 32 bits.
-            "left": min(self.softmax.left, self.n_len),
-            "right": min(self.softmax.right, self.m_len),
+            "left": min(self.scores.left, self.n_len),
+            "right": min(self.scores.right, self.m_len),
         }
 
-    def choices(self) -> dict[str, bool]:
-        """Which specialisation of the mask, of scores and of descales it takes."""
+    def spec_fields(self) -> dict[str, bool]:
+        """Return fields of the kernels' specs by name: those of descales."""
         return {
             "q_row_descales": self.recipe.q_scales == "token",
             "k_block_descales": self.recipe.k_scales == "block",
             "v_channel_descales": self.recipe.v_scales == "channel",
-            "shift_lse": self.packed.lse_shift is not None,
-            **self.softmax.choices(),
         }
 
 
@@ -258,7 +270,7 @@ class Choice(NamedTuple):
 
 
 class RankChunks(NamedTuple):
-    """Where keys and rows lie whose chunks come from several ranks, as `kernels.lib.multi_rank` has it.
+    """Where keys and rows lie whose chunks come from several ranks, as `kernels.lib.rank_chunks` has it.
 
     Attributes:
         row_chunk_blocks: query blocks of a chunk of rows.
@@ -352,7 +364,7 @@ class MultiRankArgs(NamedTuple):
     n_len: int
     d: int
     d_v: int
-    softmax: ScoreOptions
+    scores: ScoreOptions
     bshd: bool
     recipe: Recipe
 
@@ -403,9 +415,9 @@ class DecodeArgs(NamedTuple):
         open_pages: of the append before, whose queries these are.
         block_table: int32 [B, max_pages].
         cache_seqlens: int32 [B].
-        splits: runs of a sequence's pages; None for the choice by shapes and GPU.
-        softmax: and the rest, as in `AttentionArgs`.
-        shift_lse: whether somebody sees what K's mean takes from the scores.
+        splits: of a sequence's pages; None for the choice by shapes and GPU.
+        scores: and the rest, as in `AttentionArgs`.
+        needs_lse_shift: whether somebody sees what K's mean takes from the scores.
     """
 
     q: torch.Tensor
@@ -414,8 +426,8 @@ class DecodeArgs(NamedTuple):
     block_table: torch.Tensor
     cache_seqlens: torch.Tensor
     splits: int | None
-    softmax: ScoreOptions
-    shift_lse: bool
+    scores: ScoreOptions
+    needs_lse_shift: bool
     bshd: bool
     out_dtype: torch.dtype
 
@@ -462,7 +474,7 @@ class QuantizeArgs(NamedTuple):
         rope: rotates Q and K first.
         norm: is applied to Q and K before that.
         recipe: how they become 8- or 16-bit numbers.
-        shift_lse: whether somebody sees what smooth_k takes from the scores.
+        needs_lse_shift: whether somebody sees `lse_shift`, what smooth_k takes from the scores.
     """
 
     q: torch.Tensor
@@ -471,7 +483,7 @@ class QuantizeArgs(NamedTuple):
     rope: RopeArgs
     norm: NormArgs
     recipe: Recipe
-    shift_lse: bool
+    needs_lse_shift: bool
 
     @property
     def packing(self) -> Packing:
@@ -538,7 +550,7 @@ class QuantizeRankArgs(NamedTuple):
 
     Attributes:
         q: and the rest, as in `QuantizeArgs`.
-        kv_sample: sampled keys of all ranks, [rows, B, H_kv, columns], as `preprocess.shared` lays them.
+        kv_sample: sampled keys of all ranks, [rows, B, H_kv, columns], as `preprocess.rank_samples` lays them.
         q_sample: sampled rows of Q, likewise, with `recipe.equalise`; otherwise None.
         v_largest: [B, H_kv, D_v], the largest magnitudes of V of all ranks.
         all_keys: of all ranks.
@@ -552,7 +564,7 @@ class QuantizeRankArgs(NamedTuple):
     v_largest: torch.Tensor
     rope: RopeArgs
     recipe: Recipe
-    shift_lse: bool
+    needs_lse_shift: bool
     all_keys: int
 
     @property
@@ -580,7 +592,7 @@ class PackArgs(NamedTuple):
         return configs.packing(self.q.size(3), self.v.size(3))
 
 
-class TransformArgs(NamedTuple):
+class TransformRowsArgs(NamedTuple):
     """Rows, rotated by position or by a Hadamard matrix, or reflected.
 
     Attributes:
@@ -685,5 +697,5 @@ class StepArgs(NamedTuple):
     max_seqlen_k: int | None
     splits: int | None
     rope: RopeArgs
-    softmax: ScoreOptions
-    shift_lse: bool
+    scores: ScoreOptions
+    needs_lse_shift: bool

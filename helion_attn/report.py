@@ -15,7 +15,6 @@ import torch
 import triton
 
 from helion_attn.api import attention, attention_quantized, dense_problem, quantized_problem
-from helion_attn.calls import Call, line, of_decode, of_dense, of_packed, of_varlen
 from helion_attn.check import Error, _error, _Sample
 from helion_attn.compiler.notice import LOG
 from helion_attn.debug_state import Seen
@@ -30,6 +29,14 @@ from helion_attn.problem import (
     DenseArgs,
     VarlenArgs,
     norm_arguments,
+)
+from helion_attn.public_calls import (
+    PublicCall,
+    line,
+    of_attention,
+    of_attention_quantized,
+    of_attention_varlen,
+    of_decode,
 )
 from helion_attn.reference.rounding_model import attend, quantize
 from helion_attn.reference.shapes import hide_keys_of_rows, to_bhsd
@@ -106,7 +113,7 @@ def _parts(a: Any, out: torch.Tensor) -> Iterator[Part]:
             q, k, v = (x[of].transpose(0, 1).unsqueeze(0) for x, of in ((a.q, rows), (a.k, keys), (a.v, keys)))
             yield Part(_dense(a, q, k, v, a.recipe), None, out[rows].transpose(0, 1).unsqueeze(0), True)
     elif isinstance(a, AttentionArgs):
-        tensors = dequantize(_build("qkv", of_packed(a).tensors["qkv"]))
+        tensors = dequantize(_build("qkv", of_attention_quantized(a).tensors["qkv"]))
         yield Part(_dense(a, *tensors, BF16), _mask_of(a, a.m_len, a.n_len), to_bhsd(out, _layout(a)), False)
     else:
         out = to_bhsd(out, _layout(a))
@@ -133,12 +140,12 @@ def _dense(a: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Re
         v=v,
         rope=NO_ROPE_ARGUMENTS,
         norm=norm_arguments(None, None),
-        softmax=a.softmax,
+        scores=a.scores,
         bshd=False,
         out_dtype=a.out_dtype,
         recipe=recipe,
         num_splits=None,
-        shift_lse=False,
+        needs_lse_shift=False,
     )
 
 
@@ -175,7 +182,7 @@ def _of_sequences(a: Any, out: torch.Tensor) -> torch.Tensor:
 
 def _modelled(part: Part, sample: _Sample) -> torch.Tensor:
     """The rounding model's output of the sampled rows, [heads, rows, D_v]."""
-    a, softmax = part.problem, part.problem.softmax
+    a, scores = part.problem, part.problem.scores
     transformed = a.rope.cos is not None or a.norm.q_weight is not None or a.norm.k_weight is not None
     # Rows of Q may share a descale, so all are rounded.
     given = a.rope.q_positions
@@ -188,13 +195,13 @@ def _modelled(part: Part, sample: _Sample) -> torch.Tensor:
     rounded = quantize(q, k, v, a.recipe)
     of_rows = {name: getattr(rounded, name)[:, :, sample.rows] for name in ("q8", "q_descale", "lse_shift")}
     shown = torch.zeros(len(sample.rows), sample.N, device=q.device)
-    window = softmax.left, softmax.right
+    window = scores.left, scores.right
     seen = hide_keys_of_rows(shown, sample.rows, 0, sample.M, sample.N, False, window) == 0
     if sample.seen is not None:
         seen = seen & sample.seen
     heads = [h for _b, h, _kv in sample.heads]
-    sinks = None if softmax.sinks is None else softmax.sinks[heads]
-    scores = dataclasses.replace(softmax, causal=False, window=None, sinks=sinks)
+    sinks = None if scores.sinks is None else scores.sinks[heads]
+    scores = dataclasses.replace(scores, causal=False, window=None, sinks=sinks)
     out, _lse = attend(rounded._replace(**of_rows), a.recipe, scores, seen.expand(1, len(heads), -1, -1), a.packing.bn)
     return out[0].to(a.out_dtype).double()
 
@@ -228,14 +235,14 @@ def measure(a: Any, out: torch.Tensor) -> Measured:
 
 
 def _budget(model_error: float, a: Any, out: torch.Tensor) -> float:
-    return error_budget(model_error, a.out_dtype, FACTOR, out.device, a.softmax.softcap)
+    return error_budget(model_error, a.out_dtype, FACTOR, out.device, a.scores.softcap)
 
 
 #: What `debug(save=...)` examines, and the function and the checks of each when it is replayed, by name.
-CALLS: dict[type, Callable[[Any], Call]] = {
-    DenseArgs: of_dense,
-    VarlenArgs: of_varlen,
-    AttentionArgs: of_packed,
+CALLS: dict[type, Callable[[Any], PublicCall]] = {
+    DenseArgs: of_attention,
+    VarlenArgs: of_attention_varlen,
+    AttentionArgs: of_attention_quantized,
     DecodeArgs: of_decode,
 }
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -266,7 +273,7 @@ def examine(a: Any, returned: Any, kernels: str, seen: Seen) -> None:
     LOG.warning("%s: %s; saved: python -m helion_attn replay %s", call.function, fault, folder / name)
 
 
-def _of_inputs(call: Call) -> str:
+def _of_inputs(call: PublicCall) -> str:
     """Which tensors of a call are not finite themselves."""
     bad = [
         name
@@ -276,7 +283,7 @@ def _of_inputs(call: Call) -> str:
     return f", and so has {', '.join(bad)}" if bad else ", and the inputs are finite"
 
 
-def write(path: Path, call: Call, out: torch.Tensor, kernels: str, fault: str) -> None:
+def write(path: Path, call: PublicCall, out: torch.Tensor, kernels: str, fault: str) -> None:
     """Write a report, of what `torch.load(weights_only=True)` takes."""
     device = torch.cuda.get_device_name(out.device) if out.is_cuda else "CPU"
     tensors = dict(call.tensors)

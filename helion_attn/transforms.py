@@ -7,7 +7,7 @@ import torch
 from helion_attn import ops
 from helion_attn.names import reject_unknown_kwargs
 from helion_attn.preprocess.lib import hadamard as preprocess_hadamard
-from helion_attn.problem import NO_ROPE_ARGUMENTS, RopeArgs, TransformArgs, rope_arguments
+from helion_attn.problem import NO_ROPE_ARGUMENTS, RopeArgs, TransformRowsArgs, rope_arguments
 from helion_attn.types import Layout, Rope
 from helion_attn.validate.dense import check_even, check_rope_of, check_seed, check_x
 
@@ -55,7 +55,7 @@ def _transform(
     reflect: bool = False,
     bshd: bool = False,
 ) -> torch.Tensor:
-    arguments = TransformArgs(x=x, rope=rope, hadamard_seed=hadamard_seed, reflect=reflect, bshd=bshd)
+    arguments = TransformRowsArgs(x=x, rope=rope, hadamard_seed=hadamard_seed, reflect=reflect, bshd=bshd)
     out: torch.Tensor = ops.transform_rows(arguments)
     return out
 

@@ -546,7 +546,7 @@ class PackedTensors(_OfTensors):
 PACKED_FIELDS = tuple(field.name for field in dataclasses.fields(PackedTensors))
 
 
-def packed_fields(tensors: Sequence[torch.Tensor], recipe: Recipe, shift_lse: bool) -> dict[str, Any]:
+def packed_fields(tensors: Sequence[torch.Tensor], recipe: Recipe, needs_lse_shift: bool) -> dict[str, Any]:
     """The fields of `PackedTensors` by name, from what the quantising ops return."""
     fields: dict[str, Any] = dict(zip(PACKED_FIELDS, tensors, strict=True))
     # An op cannot return None, and returns empty tensors instead.
@@ -554,7 +554,7 @@ def packed_fields(tensors: Sequence[torch.Tensor], recipe: Recipe, shift_lse: bo
         fields["k_mean"] = None
     if not recipe.equalise:
         fields["channel_factors"] = None
-    if not (recipe.smooth_k and shift_lse):
+    if not (recipe.smooth_k and needs_lse_shift):
         fields["lse_shift"] = None
     return fields
 

@@ -28,25 +28,25 @@ def varlen_problem(
     recipe: Recipe | RecipeName = BALANCED,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
-    **scores: Unpack[ScoreKwargs],
+    **score_kwargs: Unpack[ScoreKwargs],
 ) -> VarlenArgs:
     """The arguments of `attention_varlen`, checked, as its operation takes them."""
     recipe = as_recipe(recipe)
     check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, differentiable=True)
     check_recipe(recipe, q.size(2), v.size(2))
-    given = ScoreOptions(**scores)
+    given = ScoreOptions(**score_kwargs)
     check_options(given, return_lse, out_dtype, q.size(1), q.device, differentiable=True)
-    softmax = given.resolved(q.size(2))
+    scores = given.resolved(q.size(2))
     return VarlenArgs(
         q=q,
         k=k,
         v=v,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
-        softmax=softmax,
+        scores=scores,
         out_dtype=q.dtype if out_dtype is None else out_dtype,
         recipe=recipe,
-        shift_lse=softmax.needs_k_mean_correction(return_lse),
+        needs_lse_shift=scores.needs_lse_shift(return_lse),
     )
 
 
@@ -149,7 +149,7 @@ def attention_varlen(
 
     def problem() -> tuple[Any, VarlenArgs]:
         asked = varlen_problem(*given, sinks=sinks, **options)
-        learned = needs_gradient(q, k, v, asked.softmax.sinks)
+        learned = needs_gradient(q, k, v, asked.scores.sinks)
         return backward.attention_varlen_with_gradients if learned else ops.attention_varlen, asked
 
     more, rest = split_tensors(sinks=sinks)

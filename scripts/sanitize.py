@@ -84,7 +84,7 @@ class Attend:
     Attributes:
         D: head dim; D_v, V's.
         recipe: and the rest, what `helion_attn.attention` takes.
-        splits: runs of keys.
+        splits: of the keys.
         odd_strides: rows an odd number of elements apart: no wide loads.
         rope: rotate, by tables of random angles.
         normed: normalise Q by head and K over all heads.

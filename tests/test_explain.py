@@ -14,7 +14,7 @@ import helion_attn as ha
 from devtools.inputs import make_qkv
 from devtools.sm90 import _offline_hopper
 from helion_attn import plans
-from helion_attn.compiler import kernels
+from helion_attn.compiler import runners
 from helion_attn.compiler.helion_adapter import helion
 from helion_attn.compiler.passes import early_copies, hoist_q_scale, row_sums, shared_q
 from helion_attn.configs import large_tile_config, tile_config
@@ -56,13 +56,13 @@ def test_cpu_tensors_are_named_and_not_computed() -> None:
 def test_the_interpreter_runs_what_is_named() -> None:
     q, k, v = make_qkv("randn", 1, 2, 2, 70, 130, 64)
     run = []
-    call = kernels.Interpreted.__call__
+    call = runners.Interpreted.__call__
 
     def recording(self: Any, *args: Any) -> None:
         run.append(self._kernel.fn.__name__)
         call(self, *args)
 
-    with mock.patch.object(kernels.Interpreted, "__call__", recording):
+    with mock.patch.object(runners.Interpreted, "__call__", recording):
         out = ha.attention(q, k, v)
         assert out.isfinite().all()
     assert ha.explain(q, k, v).launches == tuple(run)
@@ -75,7 +75,7 @@ def test_the_interpreter_runs_what_is_named() -> None:
         ((1, 8, 2, 16, 20_000, 64), {}, 19, True, "16 queries of 4 heads fill fewer tiles together"),
         ((64, 8, 8, 64, 6000, 64), {}, 1, False, "would not be 1.04 times as fast"),
         ((1, 2, 2, 64, 20_000, 64), {"window": (100, 100)}, 1, False, "a program sees 4 blocks"),
-        ((1, 2, 1, 64, 6000, 512), {"recipe": ha.FAST}, 1, False, "fp8_attn_fwd_large_d has no runs"),
+        ((1, 2, 1, 64, 6000, 512), {"recipe": ha.FAST}, 1, False, "fp8_attn_fwd_large_d has no split-KV"),
         ((1, 2, 2, 64, 200, 64), {"recipe": ha.BF16}, 1, False, "it has 8-bit numbers only"),
         ((1, 4, 2, 640, 200, 64), {}, 1, False, "would not fill an eighth fewer tiles"),
     ],

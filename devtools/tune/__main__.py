@@ -141,7 +141,7 @@ def show(compiled: dict[Tile, Compiled]) -> None:
         v_tile = tile.v_tile if isinstance(tile, LargeTileConfig) else tile.D_pad
         listed.add_row(
             "/".join(map(str, bits_of(tile))),
-            *(str(x) for x in (tile.D_pad, v_tile, "causal" if tile.causal else "full", tile.bm, tile.bn)),
+            *(str(x) for x in (tile.D_pad, v_tile, "causal" if tile.has_right else "full", tile.bm, tile.bn)),
             *(str(x) for x in (tile.num_warps, tile.num_stages)),
             *(str(x) for x in (tile.max_registers, report.registers, report.spills, report.ctas_per_sm)),
             report.error or "",

@@ -113,7 +113,7 @@ def candidates() -> list[Tile]:
 
 def workloads(tile: Tile) -> list[Workload]:
     """The launches, small ones first, that the candidate is timed on."""
-    D, causal, D_v = tile.D_pad, tile.causal, head_dim_v(tile)
+    D, causal, D_v = tile.D_pad, tile.has_right, head_dim_v(tile)
     if isinstance(tile, LargeTileConfig):
         name = f"tune_d{D}_v{D_v}_{'causal' if causal else 'full'}"
         tags = frozenset({"tune"})

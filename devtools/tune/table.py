@@ -108,7 +108,7 @@ def choose(timings: list[Timing]) -> list[dict[str, Any]]:
 
         chosen = min(complete, key=cost)
         for causal in (False, True):
-            rows += _rows_of_mask([t for t in chosen if t.tile.causal == causal], group)
+            rows += _rows_of_mask([t for t in chosen if t.tile.has_right == causal], group)
     return rows
 
 
@@ -118,8 +118,8 @@ def _tile_of(row: dict[str, Any], name: str) -> Tile:
 
 def _order(tile: Tile) -> tuple[int, ...]:
     if isinstance(tile, TileConfig):
-        return *tile.bits, tile.D_pad, tile.causal
-    return tile.D_pad, tile.v_tile, tile.causal
+        return *tile.bits, tile.D_pad, tile.has_right
+    return tile.D_pad, tile.v_tile, tile.has_right
 
 
 def dump(rows: list[dict[str, Any]]) -> str:

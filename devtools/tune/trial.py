@@ -85,7 +85,7 @@ def _launch(tile: Tile, w: Workload, tensors: list[torch.Tensor]) -> None:
         n_len=w.N,
         d=w.D,
         d_v=w.D_v or w.D,
-        softmax=ScoreOptions(causal=w.causal, sm_scale=sm_scale).resolved(w.D),
+        scores=ScoreOptions(causal=w.causal, sm_scale=sm_scale).resolved(w.D),
         bshd=False,
         out_dtype=out.dtype,
         recipe=recipe,

@@ -41,19 +41,19 @@ def hidden_scores(
     first_key: int,
     last_key: int,
     offset: int,
-    softmax: ScoreOptions,
+    scores: ScoreOptions,
     device: torch.device,
 ) -> torch.Tensor | None:
-    """Which scores of some rows and keys `softmax` hides, bool [rows, keys]; None if none. `offset` is N - M."""
-    if softmax.left < 0 and softmax.right < 0:
+    """Which scores of some rows and keys `scores` hides, bool [rows, keys]; None if none. `offset` is N - M."""
+    if scores.left < 0 and scores.right < 0:
         return None
     rows, keys = (torch.arange(*ends, device=device) for ends in ((first_row, last_row), (first_key, last_key)))
     from_diagonal = keys - (rows.unsqueeze(1) + offset)
     hidden = torch.zeros_like(from_diagonal, dtype=torch.bool)
-    if softmax.right >= 0:
-        hidden |= from_diagonal > softmax.right
-    if softmax.left >= 0:
-        hidden |= from_diagonal < -softmax.left
+    if scores.right >= 0:
+        hidden |= from_diagonal > scores.right
+    if scores.left >= 0:
+        hidden |= from_diagonal < -scores.left
     return hidden
 
 
@@ -64,8 +64,8 @@ def run(
     d_out: torch.Tensor,
     delta: torch.Tensor,
     lse: torch.Tensor,
-    shift: torch.Tensor | None,
-    softmax: ScoreOptions,
+    lse_shift: torch.Tensor | None,
+    scores: ScoreOptions,
     visible: torch.Tensor | None,
 ) -> Gradients:
     """Compute the gradients.
@@ -77,23 +77,24 @@ def run(
         d_out: fp32 [B, H, M, D_v].
         delta: fp32 [B, H, M].
         lse: fp32 [B, H, M]; inf of a row that sees no key.
-        shift: fp32 [B, H, M], what scores have besides `q k^T * sm_scale`; only a softcap can tell. Or None.
-        softmax: which scores there are, and how they are scaled.
+        lse_shift: fp32 [B, H, M], what scores have besides `q k^T`; only a softcap can tell. Or None.
+        scores: which scores there are, and how they are scaled.
         visible: bool [B, H, M, N], which of these there are; None for all.
     """
     (B, H, M, _), (H_kv, N) = q.shape, k.shape[1:3]
-    scale, cap = softmax.scale, softmax.softcap
+    scale, cap = scores.scale, scores.softcap
     # [B, H_kv, G, M, ...]; K and V [B, H_kv, 1, N, ...]
     q, d_out, delta, lse = (x.unflatten(1, (H_kv, H // H_kv)) for x in (q, d_out, delta, lse))
-    shift = None if shift is None else shift.unflatten(1, (H_kv, H // H_kv))
+    if lse_shift is not None:
+        lse_shift = lse_shift.unflatten(1, (H_kv, H // H_kv))
     visible = None if visible is None else visible.unflatten(1, (H_kv, H // H_kv))
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     capped = None if cap is None else torch.zeros_like(lse)
     rows = max(1, SCORES_AT_ONCE // (B * H * N))
     for i in range(0, M, rows):
         j = min(i + rows, M)
-        first = 0 if softmax.left < 0 else max(0, i + N - M - softmax.left)
-        last = N if softmax.right < 0 else min(N, j + N - M + softmax.right)
+        first = 0 if scores.left < 0 else max(0, i + N - M - scores.left)
+        last = N if scores.right < 0 else min(N, j + N - M + scores.right)
         if first >= last:
             continue
         k_i, v_i = (x[:, :, None, first:last] for x in (k, v))
@@ -101,11 +102,13 @@ def run(
         # [B, H_kv, G, rows, keys]
         s = q_i @ k_i.mT * scale
         if cap is not None:
-            t = torch.tanh((s if shift is None else s + shift[:, :, :, i:j, None]) / cap)
+            if lse_shift is not None:
+                s = s + scale * lse_shift[:, :, :, i:j, None]
+            t = torch.tanh(s / cap)
             s = cap * t
         p = torch.exp(s - lse[:, :, :, i:j, None])
         d_s = d_out_i @ v_i.mT - delta[:, :, :, i:j, None]
-        hidden = hidden_scores(i, j, first, last, N - M, softmax, q.device)
+        hidden = hidden_scores(i, j, first, last, N - M, scores, q.device)
         if visible is not None:
             unseen = ~visible[:, :, :, i:j, first:last]
             hidden = unseen if hidden is None else hidden | unseen

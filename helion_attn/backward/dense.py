@@ -1,6 +1,6 @@
-"""`fp8_attn_dense_training` and its backward pass: dense attention that returns what its gradients need.
+"""`attention_training` and its backward pass: dense attention that returns what its gradients need.
 
-The forward pass is that of `fp8_attn_dense`, but that Q is packed at every head dim. The backward pass dequantises Q, K
+The forward pass is that of `ops.attention`, but that Q is packed at every head dim. The backward pass dequantises Q, K
 and V, so that it recomputes the scores that the forward pass had: with the unquantised tensors, P = exp(S - lse) would
 be of other scores than lse is of. Rounding is straight-through: gradients are those of the dequantised tensors.
 
@@ -23,10 +23,9 @@ from helion_attn.compiler.buffers import sm_count
 from helion_attn.compiler.slower import warn_slower
 from helion_attn.masks.blocks import BlockMask
 from helion_attn.ops import flops
-from helion_attn.ops.attention import Outputs, attend, empty_out_and_lse
+from helion_attn.ops.attention import Outputs, attend, attention_args, empty_out_and_lse
 from helion_attn.ops.choose import choose, shape_of_dense
 from helion_attn.ops.declare import Operation
-from helion_attn.ops.dense import attention_args
 from helion_attn.ops.quantize import all_tensors, empty_quantized
 from helion_attn.preprocess import dequantize, unpack
 from helion_attn.problem import AttentionArgs, DenseArgs
@@ -54,7 +53,7 @@ class BackwardArgs(NamedTuple):
 
 
 def _launch(a: DenseArgs) -> tuple[torch.Tensor, ...]:
-    from helion_attn.preprocess.quantize import quantize_qkv
+    from helion_attn.preprocess.pipeline import quantize_qkv
 
     packed = quantize_qkv(a)
     return *attend(attention_args(a, packed), choose(shape_of_dense(a), sm_count(a.q))), *all_tensors(packed)
@@ -74,7 +73,7 @@ def case_of(a: AttentionArgs, is_cuda: bool, has_lse_gradient: bool) -> kernels.
         N=a.n_len,
         D=a.d,
         D_v=a.d_v,
-        softmax=a.softmax,
+        scores=a.scores,
         block_sparse=a.block_mask.block_sparse,
         has_lse_gradient=has_lse_gradient,
         packed_sequences=False,
@@ -90,7 +89,7 @@ def backward_kernel(a: DenseArgs) -> kernels.BackwardKernel:
             N=a.k.size(2),
             D=a.q.size(3),
             D_v=a.v.size(3),
-            softmax=a.softmax,
+            scores=a.scores,
             block_sparse=a.block_mask.block_sparse,
             has_lse_gradient=False,
             packed_sequences=False,
@@ -98,7 +97,7 @@ def backward_kernel(a: DenseArgs) -> kernels.BackwardKernel:
     )
 
 
-class DequantiseArgs(NamedTuple):
+class DequantizeRowsArgs(NamedTuple):
     """Packed tensors, to be 16-bit rows.
 
     Attributes:
@@ -122,24 +121,24 @@ class DequantiseArgs(NamedTuple):
     bshd: bool
 
 
-def _dequantise(a: DequantiseArgs) -> tuple[torch.Tensor, ...]:
+def _dequantize_rows(a: DequantizeRowsArgs) -> tuple[torch.Tensor, ...]:
     return unpack.launch(a.packed, a.m_len, a.n_len, a.d, a.d_v, a.recipe, a.dtype, a.bshd)
 
 
-def _fake_dequantise(a: DequantiseArgs) -> tuple[torch.Tensor, ...]:
+def _fake_dequantize_rows(a: DequantizeRowsArgs) -> tuple[torch.Tensor, ...]:
     (B, H), H_kv = a.packed.q_descale.shape[:2], a.packed.k_descale.size(1)
     shapes = (B, H, a.m_len, a.d), (B, H_kv, a.n_len, a.d), (B, H_kv, a.n_len, a.d_v)
     return tuple(laid(a.packed.q8.new_empty(shape, dtype=a.dtype), a.bshd) for shape in shapes)
 
 
-dequantise = Operation("fp8_attn_dequantise", DequantiseArgs, 3, _dequantise, _fake_dequantise)
+dequantize_rows = Operation("dequantize_rows", DequantizeRowsArgs, 3, _dequantize_rows, _fake_dequantize_rows)
 
 
 def dequantised(f: AttentionArgs, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return q, k and v [B, heads, S, head dim], K without its mean: on a GPU in one pass, where kernels take them."""
     sizes = f.m_len, f.n_len, f.d, f.d_v, f.recipe
     if f.packed.q8.is_cuda and unpack.takes(f.packed, f.recipe):
-        return dequantise(DequantiseArgs(f.packed, *sizes, dtype, f.bshd))
+        return dequantize_rows(DequantizeRowsArgs(f.packed, *sizes, dtype, f.bshd))
     q, k, v = dequantize.unpack(f.packed, *sizes)
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
@@ -155,34 +154,34 @@ def laid(x: torch.Tensor, bshd: bool) -> torch.Tensor:
 
 
 def _backward(a: BackwardArgs) -> tuple[torch.Tensor, ...]:
-    f, softmax, packed = a.forward, a.forward.softmax, a.forward.packed
+    f, scores, packed = a.forward, a.forward.scores, a.forward.packed
     kernel = kernels.choose(case_of(f, a.out.is_cuda, a.d_lse is not None))
     # [B, heads, S, head dim]
     out, d_out = (x.transpose(1, 2) if f.bshd else x for x in (a.out, a.d_out))
     dtype = a.dtype if a.dtype.itemsize == 2 else torch.bfloat16
     q, k, v = dequantised(f, torch.float32 if kernel.name == "chunked" else dtype)
-    lse, shift = without_keys(a.lse), None
+    lse, lse_shift = without_keys(a.lse), None
     if packed.lse_shift is not None:
-        shift = softmax.scale * rows_of(packed.lse_shift, f.m_len)
-        lse = lse if softmax.softcap is not None else lse - shift
+        lse_shift = rows_of(packed.lse_shift, f.m_len)
+        lse = lse - scores.scale * lse_shift if scores.is_linear else lse
     capped = None
     if kernel.name == "chunked":
         if kernel.is_slow:
             warn_slower(f"a backward pass of helion_attn takes {kernel}")
         less = row_dots(d_out, out) if a.d_lse is None else row_dots(d_out, out) - a.d_lse
         visible = visible_scores(f, a.lse.shape)
-        dq, dk, dv, capped = chunked.run(q, k, v, d_out.float(), less, lse, shift, softmax, visible)
+        dq, dk, dv, capped = chunked.run(q, k, v, d_out.float(), less, lse, lse_shift, scores, visible)
     else:
         d_out_16, q, k, v, out_16 = (laid(x.to(dtype), f.bshd) for x in (d_out, q, k, v, out))
         run = kernels.flash if kernel.name == "flash" else kernels.cudnn
-        dq, dk, dv = run(d_out_16, q, k, v, out_16, lse, softmax)
+        dq, dk, dv = run(d_out_16, q, k, v, out_16, lse, scores)
     d_sinks = a.lse.new_empty(0)
-    if softmax.sinks is not None or a.d_lse is not None or capped is not None:
-        delta, p = row_dots(d_out, out), sink_probability(softmax.sinks, a.lse)
+    if scores.sinks is not None or a.d_lse is not None or capped is not None:
+        delta, p = row_dots(d_out, out), sink_probability(scores.sinks, a.lse)
         if packed.k_mean is not None:
             mean = packed.k_mean[:, :, None, : f.d].repeat_interleave(q.size(1) // k.size(1), 1)
-            dq = dq.float() + softmax.scale * row_sums(delta, p, a.d_lse, capped).unsqueeze(3) * mean
-        if softmax.sinks is not None:
+            dq = dq.float() + scores.scale * row_sums(delta, p, a.d_lse, capped).unsqueeze(3) * mean
+        if scores.sinks is not None:
             d_sinks = sinks_gradient(delta, p, a.d_lse)
     return *(laid(x.to(a.dtype), f.bshd) for x in (dq, dk, dv)), d_sinks
 
@@ -200,20 +199,18 @@ def _fake_backward(a: BackwardArgs) -> tuple[torch.Tensor, ...]:
     (B, H), H_kv = f.packed.q_descale.shape[:2], f.packed.k_descale.size(1)
     shapes = (B, H, f.m_len, f.d), (B, H_kv, f.n_len, f.d), (B, H_kv, f.n_len, f.d_v)
     gradients = (laid(a.d_out.new_empty(shape, dtype=a.dtype), f.bshd) for shape in shapes)
-    return *gradients, a.lse.new_empty(0 if f.softmax.sinks is None else H)
+    return *gradients, a.lse.new_empty(0 if f.scores.sinks is None else H)
 
 
 def _kept(a: DenseArgs, outputs: Sequence[torch.Tensor]) -> BackwardArgs:
     out, lse, *tensors = outputs
-    packed = PackedTensors(**packed_fields(tensors, a.recipe, a.shift_lse))
+    packed = PackedTensors(**packed_fields(tensors, a.recipe, a.needs_lse_shift))
     return BackwardArgs(d_out=out, d_lse=None, out=out, lse=lse, forward=attention_args(a, packed), dtype=a.q.dtype)
 
 
-dense_training = Operation(
-    "fp8_attn_dense_training", DenseArgs, 12, _launch, _fake, flops=lambda a: flops.of_tensors(a.q, a.k, a.v)
-)
-dense_backward = Operation(
-    "fp8_attn_dense_backward",
+attention_training = Operation("attention_training", DenseArgs, 12, _launch, _fake, flops=flops.of_attention)
+attention_backward = Operation(
+    "attention_backward",
     BackwardArgs,
     4,
     _backward,
@@ -221,7 +218,7 @@ dense_backward = Operation(
     flops=lambda a: flops.of_backward(a.forward),
     planned=False,
 )
-differentiate(dense_training, DenseArgs, _kept, dense_backward, BackwardArgs, ("q", "k", "v", "softmax.sinks"))
+differentiate(attention_training, DenseArgs, _kept, attention_backward, BackwardArgs, ("q", "k", "v", "scores.sinks"))
 
 
 def attention_with_gradients(a: DenseArgs) -> Outputs:
@@ -231,5 +228,5 @@ def attention_with_gradients(a: DenseArgs) -> Outputs:
         TypeError: the output has 8 bits.
     """
     check_out_dtype(a.out_dtype)
-    out, lse, *_ = dense_training(without_prologue(a))
+    out, lse, *_ = attention_training(without_prologue(a))
     return out, lse

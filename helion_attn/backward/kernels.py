@@ -28,7 +28,7 @@ class Case(NamedTuple):
         N: keys.
         D: head dim of Q and K.
         D_v: of V.
-        softmax: which scores there are.
+        scores: which scores there are.
         block_sparse: there is a block mask.
         has_lse_gradient: lse has a gradient too.
         packed_sequences: M and N are tokens of several sequences.
@@ -39,7 +39,7 @@ class Case(NamedTuple):
     N: int
     D: int
     D_v: int
-    softmax: ScoreOptions
+    scores: ScoreOptions
     block_sparse: bool
     has_lse_gradient: bool
     packed_sequences: bool
@@ -73,7 +73,7 @@ def why_chunked(case: Case) -> str | None:
     """Say what no kernel has of a case; None if one has all."""
     if not case.is_cuda:
         return "the tensors are on the CPU"
-    if case.softmax.softcap is not None:
+    if not case.scores.is_linear:
         return "no kernel has a softcap"
     if case.block_sparse:
         return "no kernel has a block mask"
@@ -93,12 +93,12 @@ def choose(case: Case) -> BackwardKernel:
     """Choose the kernel of a backward pass."""
     if (reason := why_chunked(case)) is not None:
         return BackwardKernel("chunked", reason, is_slow=case.is_cuda)
-    softmax = case.softmax
+    scores = case.scores
     if case.packed_sequences:
         return BackwardKernel("flash", "the sequences are packed")
-    if softmax.left >= 0 or softmax.right > 0:
+    if scores.left >= 0 or scores.right > 0:
         return BackwardKernel("flash", "PyTorch hands cuDNN no window")
-    if softmax.right == 0 and case.M != case.N:
+    if scores.right == 0 and case.M != case.N:
         return BackwardKernel("flash", "PyTorch's cuDNN aligns a causal mask to the first key")
     if (largest := largest_cudnn_d()) < case.D:
         return BackwardKernel("flash", f"this cuDNN has a backward pass of head dims up to {largest}")
@@ -119,7 +119,7 @@ def cudnn(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    softmax: ScoreOptions,
+    scores: ScoreOptions,
 ) -> Three:
     """dQ, dK and dV of tensors [B, heads, S, D], without a mask or causal with M = N; lse fp32 [B, H, M].
 
@@ -128,7 +128,7 @@ def cudnn(
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
     return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         d_out, q, k, v, out, lse.unsqueeze(3).contiguous(), seed, seed, None, None, None, q.size(2), k.size(2), 0.0,
-        softmax.right == 0, scale=softmax.scale,
+        scores.right == 0, scale=scores.scale,
     )  # fmt: skip
 
 
@@ -139,11 +139,11 @@ def flash(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    softmax: ScoreOptions,
+    scores: ScoreOptions,
 ) -> Three:
     """dQ, dK and dV of tensors [B, heads, S, D]; masks are bottom-right; lse fp32 [B, H, M]."""
     d_out, q, k, v, out = (x.transpose(1, 2) for x in (d_out, q, k, v, out))
-    dq, dk, dv = _flash(d_out, q, k, v, out, lse, softmax, q.size(1), k.size(1), None, None)
+    dq, dk, dv = _flash(d_out, q, k, v, out, lse, scores, q.size(1), k.size(1), None, None)
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
@@ -154,7 +154,7 @@ def flash_varlen(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    softmax: ScoreOptions,
+    scores: ScoreOptions,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
 ) -> Three:
@@ -162,7 +162,7 @@ def flash_varlen(
 
     The host does not know the longest sequence: launches are sized for one that has all tokens.
     """
-    return _flash(d_out, q, k, v, out, lse, softmax, q.size(0), k.size(0), cu_seqlens_q, cu_seqlens_k)
+    return _flash(d_out, q, k, v, out, lse, scores, q.size(0), k.size(0), cu_seqlens_q, cu_seqlens_k)
 
 
 def _flash(
@@ -172,7 +172,7 @@ def _flash(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    softmax: ScoreOptions,
+    scores: ScoreOptions,
     M: int,
     N: int,
     cu_q: torch.Tensor | None,
@@ -181,8 +181,8 @@ def _flash(
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)
     unused = torch.zeros((), dtype=torch.uint64, device=q.device)
     # An edge further away hides nothing, and might not fit 32 bits.
-    left, right = (min(edge, size) if edge >= 0 else None for edge, size in ((softmax.left, N), (softmax.right, M)))
+    left, right = (min(edge, size) if edge >= 0 else None for edge, size in ((scores.left, N), (scores.right, M)))
     return torch.ops.aten._flash_attention_backward(
-        d_out, q, k, v, out, lse.contiguous(), cu_q, cu_k, M, N, 0.0, softmax.right == 0, state, unused,
-        scale=softmax.scale, window_size_left=left, window_size_right=right,
+        d_out, q, k, v, out, lse.contiguous(), cu_q, cu_k, M, N, 0.0, scores.right == 0, state, unused,
+        scale=scores.scale, window_size_left=left, window_size_right=right,
     )  # fmt: skip

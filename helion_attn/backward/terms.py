@@ -2,7 +2,7 @@
 
 With p the sink's probability of a row, 0 without one, the sum of its dS is
 
-    sum_j P_j (dP_j - delta + dlse) = delta p + dlse (1 - p), less what a softcap takes (`chunked`)
+    sum_j P_j (dP_j - delta + dlse) = delta p + dlse (1 - p), less what `chunked` says of scores that are capped
 
 since sum_j P_j = 1 - p and sum_j P_j dP_j = delta. Computed as a sum over keys it would be rounding alone where it is
 0, and K's mean would make an error of that.

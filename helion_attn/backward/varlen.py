@@ -1,4 +1,4 @@
-"""`fp8_attn_varlen_training` and its backward pass: `dense`, of packed sequences."""
+"""`attention_varlen_training` and its backward pass: `dense`, of packed sequences."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class VarlenBackwardArgs(NamedTuple):
         packed: Q, K and V.
         n_tokens: of K and V.
         d: head dim of Q and K.
-        softmax: of scores.
+        scores: which there are, and what is done to them.
         recipe: how the tensors were quantised.
         dtype: of Q, K and V, and of their gradients.
     """
@@ -50,7 +50,7 @@ class VarlenBackwardArgs(NamedTuple):
     packed: PackedVarlen
     n_tokens: int
     d: int
-    softmax: ScoreOptions
+    scores: ScoreOptions
     recipe: Recipe
     dtype: torch.dtype
 
@@ -70,7 +70,7 @@ def _fake(a: VarlenArgs) -> tuple[torch.Tensor, ...]:
         *empty_packed(a.q, H, H_kv, m_blocks, n_blocks, p, a.recipe.qk_dtype, a.recipe.pv_dtype),
         *empty_descales(
             a.q, (1, H, m_blocks, p.bm), (1, H_kv, n_blocks), (1, H_kv, n_blocks * p.D_v_pad), (B, H_kv), p, a.recipe,
-            a.shift_lse,
+            a.needs_lse_shift,
         ),
         a.cu_seqlens_q.new_empty(m_blocks, Q_FIELDS),
     )  # fmt: skip
@@ -148,7 +148,7 @@ def dequantised(
 
 
 def _backward(a: VarlenBackwardArgs) -> tuple[torch.Tensor, ...]:
-    softmax, packed = a.softmax, a.packed
+    scores, packed = a.scores, a.packed
     H = a.out.size(1)
     kernel = kernels.choose(case_of(a))
     queries, keys = query_tokens(a), key_tokens(a)
@@ -158,30 +158,30 @@ def _backward(a: VarlenBackwardArgs) -> tuple[torch.Tensor, ...]:
     lse = a.lse.masked_fill(outside, 0.0)
     d_out, out = (x.masked_fill(outside[:, None, None], 0.0) for x in (a.d_out, a.out))
     d_lse = None if a.d_lse is None else a.d_lse.masked_fill(outside, 0.0)
-    scores_lse, shift = without_keys(lse), None
+    scores_lse, lse_shift = without_keys(lse), None
     if packed.lse_shift is not None:
-        shift = softmax.scale * packed.lse_shift[0].flatten(1)[:, queries.row]
-        scores_lse = scores_lse if softmax.softcap is not None else scores_lse - shift
+        lse_shift = packed.lse_shift[0].flatten(1)[:, queries.row]
+        scores_lse = scores_lse - scores.scale * lse_shift if scores.is_linear else scores_lse
     capped = None
     if kernel.name == "chunked":
         if kernel.is_slow:
             warn_slower(f"a backward pass of helion_attn takes {kernel}")
         less = row_dots(d_out, out).T if d_lse is None else row_dots(d_out, out).T - d_lse
-        dq, dk, dv, capped = _of_each(a, q, k, v, d_out.float(), less, scores_lse, shift)
+        dq, dk, dv, capped = _of_each(a, q, k, v, d_out.float(), less, scores_lse, lse_shift)
     else:
         dtype = a.dtype if a.dtype.itemsize == 2 else torch.bfloat16
         d_out_16, q, k, v, out_16 = (x.to(dtype).contiguous() for x in (d_out, q, k, v, out))
         ends = a.cu_seqlens_q, a.cu_seqlens_k
-        dq, dk, dv = kernels.flash_varlen(d_out_16, q, k, v, out_16, scores_lse, softmax, *ends)
+        dq, dk, dv = kernels.flash_varlen(d_out_16, q, k, v, out_16, scores_lse, scores, *ends)
         dq = dq.masked_fill(outside[:, None, None], 0.0)
         dk, dv = (x.masked_fill(~keys.inside[:, None, None], 0.0) for x in (dk, dv))
     d_sinks = a.lse.new_empty(0)
-    if softmax.sinks is not None or d_lse is not None or capped is not None:
-        delta, p = row_dots(d_out, out).T, sink_probability(softmax.sinks, lse).masked_fill(outside, 0.0)
+    if scores.sinks is not None or d_lse is not None or capped is not None:
+        delta, p = row_dots(d_out, out).T, sink_probability(scores.sinks, lse).masked_fill(outside, 0.0)
         if packed.k_mean is not None:
             mean = packed.k_mean[:, :, : a.d].repeat_interleave(H // k.size(1), 1)[queries.sequence]
-            dq = dq.float() + softmax.scale * row_sums(delta, p, d_lse, capped).T.unsqueeze(2) * mean
-        if softmax.sinks is not None:
+            dq = dq.float() + scores.scale * row_sums(delta, p, d_lse, capped).T.unsqueeze(2) * mean
+        if scores.sinks is not None:
             d_sinks = sinks_gradient(delta, p, d_lse)
     return *(x.to(a.dtype).contiguous() for x in (dq, dk, dv)), d_sinks
 
@@ -194,7 +194,7 @@ def case_of(a: VarlenBackwardArgs) -> kernels.Case:
         N=a.n_tokens,
         D=a.d,
         D_v=a.out.size(2),
-        softmax=a.softmax,
+        scores=a.scores,
         block_sparse=False,
         has_lse_gradient=a.d_lse is not None,
         packed_sequences=True,
@@ -209,11 +209,11 @@ def _of_each(
     d_out: torch.Tensor,
     delta: torch.Tensor,
     lse: torch.Tensor,
-    shift: torch.Tensor | None,
+    lse_shift: torch.Tensor | None,
 ) -> chunked.Gradients:
     """Compute one sequence after the other, whose ends are read on the host; tokens of none get 0."""
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    capped = None if a.softmax.softcap is None else torch.zeros_like(lse)
+    capped = None if a.scores.is_linear else torch.zeros_like(lse)
     starts_q, starts_k = a.cu_seqlens_q.tolist(), a.cu_seqlens_k.tolist()
     for b in range(len(starts_q) - 1):
         rows, keys = slice(*starts_q[b : b + 2]), slice(*starts_k[b : b + 2])
@@ -222,7 +222,7 @@ def _of_each(
         q_b, d_out_b, k_b, v_b = (x.transpose(0, 1)[None] for x in (q[rows], d_out[rows], k[keys], v[keys]))
         found = chunked.run(
             q_b, k_b, v_b, d_out_b, delta[None, :, rows], lse[None, :, rows],
-            None if shift is None else shift[None, :, rows], a.softmax, None,
+            None if lse_shift is None else lse_shift[None, :, rows], a.scores, None,
         )  # fmt: skip
         dq[rows], dk[keys], dv[keys] = (x[0].transpose(0, 1) for x in (found.dq, found.dk, found.dv))
         if capped is not None and found.capped is not None:
@@ -234,7 +234,7 @@ def _fake_backward(a: VarlenBackwardArgs) -> tuple[torch.Tensor, ...]:
     (M, H, D_v), H_kv = a.out.shape, a.packed.v_mean.size(1)
     shapes = (M, H, a.d), (a.n_tokens, H_kv, a.d), (a.n_tokens, H_kv, D_v)
     gradients = (a.d_out.new_empty(shape, dtype=a.dtype) for shape in shapes)
-    return *gradients, a.lse.new_empty(0 if a.softmax.sinks is None else H)
+    return *gradients, a.lse.new_empty(0 if a.scores.sinks is None else H)
 
 
 def _kept(a: VarlenArgs, outputs: Sequence[torch.Tensor]) -> VarlenBackwardArgs:
@@ -246,18 +246,29 @@ def _kept(a: VarlenArgs, outputs: Sequence[torch.Tensor]) -> VarlenBackwardArgs:
         lse=lse,
         cu_seqlens_q=a.cu_seqlens_q,
         cu_seqlens_k=a.cu_seqlens_k,
-        packed=PackedVarlen(**packed_fields(packed, a.recipe, a.shift_lse), q_blocks=q_blocks),
+        packed=PackedVarlen(**packed_fields(packed, a.recipe, a.needs_lse_shift), q_blocks=q_blocks),
         n_tokens=a.k.size(0),
         d=a.q.size(2),
-        softmax=a.softmax,
+        scores=a.scores,
         recipe=a.recipe,
         dtype=a.q.dtype,
     )
 
 
-varlen_training = Operation("fp8_attn_varlen_training", VarlenArgs, 13, _launch, _fake, flops=flops.of_varlen)
-varlen_backward = Operation("fp8_attn_varlen_backward", VarlenBackwardArgs, 4, _backward, _fake_backward, planned=False)
-differentiate(varlen_training, VarlenArgs, _kept, varlen_backward, VarlenBackwardArgs, ("q", "k", "v", "softmax.sinks"))
+attention_varlen_training = Operation(
+    "attention_varlen_training", VarlenArgs, 13, _launch, _fake, flops=flops.of_attention_varlen
+)
+attention_varlen_backward = Operation(
+    "attention_varlen_backward", VarlenBackwardArgs, 4, _backward, _fake_backward, planned=False
+)
+differentiate(
+    attention_varlen_training,
+    VarlenArgs,
+    _kept,
+    attention_varlen_backward,
+    VarlenBackwardArgs,
+    ("q", "k", "v", "scores.sinks"),
+)
 
 
 def attention_varlen_with_gradients(a: VarlenArgs) -> Outputs:
@@ -267,5 +278,5 @@ def attention_varlen_with_gradients(a: VarlenArgs) -> Outputs:
         TypeError: the output has 8 bits.
     """
     check_out_dtype(a.out_dtype)
-    out, lse, *_ = varlen_training(a)
+    out, lse, *_ = attention_varlen_training(a)
     return out, lse

@@ -46,7 +46,7 @@ class Fill(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A `kernels.Runner` and what it is run on, in the order of its parameters: buffers, numbers and its spec."""
+    """A `runners.Runner` and what it is run on, in the order of its parameters: buffers, numbers and its spec."""
 
     kernel: Any
     args: tuple[Any, ...]
@@ -74,20 +74,14 @@ class Draft:
 
     def given(self, x: torch.Tensor) -> Buffer:
         """The buffer of a tensor that the call is given."""
-        memory = _memory("given", self._given, x)
+        memory = Memory("given", self._given, tuple(x.shape), x.stride(), x.dtype, x.data_ptr() % ALIGNMENT)
         self.tensor_type = tensor_type(x)
         self._given += 1
         return Buffer(self, memory, 0, memory.shape, memory.strides, memory.dtype)
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
-        """A buffer of the plan's own, contiguous."""
-        memory = Memory("made", len(self.made), shape, contiguous(shape), dtype, 0)
-        self.made.append(memory)
-        return Buffer(self, memory, 0, shape, memory.strides, dtype)
-
     def constant(self, x: torch.Tensor) -> Buffer:
         """The buffer of a tensor that is the same in every call."""
-        memory = _memory("constant", len(self.constants), x)
+        memory = Memory("constant", len(self.constants), tuple(x.shape), x.stride(), x.dtype, x.data_ptr() % ALIGNMENT)
         self.constants.append(x)
         return Buffer(self, memory, 0, memory.shape, memory.strides, memory.dtype)
 
@@ -97,10 +91,6 @@ class Draft:
             of_tensors = {id(x): self.constant(x) for x in args if isinstance(x, torch.Tensor)}
             args = [of_tensors.get(id(x), x) for x in args]
         self.steps.append(Launch(kernel, tuple(args)))
-
-
-def _memory(kind: str, number: int, x: torch.Tensor) -> Memory:
-    return Memory(kind, number, tuple(x.shape), x.stride(), x.dtype, x.data_ptr() % ALIGNMENT)
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
@@ -189,8 +179,11 @@ class Buffer:
         )
 
     def new_empty(self, *shape: Any, dtype: torch.dtype | None = None) -> Buffer:
-        """A buffer of the plan's own."""
-        return self.draft.empty(sizes_of(shape), self.dtype if dtype is None else dtype)
+        """A buffer of the plan's own, contiguous."""
+        sizes, dtype = sizes_of(shape), self.dtype if dtype is None else dtype
+        memory = Memory("made", len(self.draft.made), sizes, contiguous(sizes), dtype, 0)
+        self.draft.made.append(memory)
+        return Buffer(self.draft, memory, 0, sizes, memory.strides, dtype)
 
     def new_full(self, shape: Any, value: float, dtype: torch.dtype | None = None) -> Buffer:
         """One of the plan's own, of one value."""

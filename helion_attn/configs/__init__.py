@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from dataclasses import dataclass
@@ -26,13 +27,13 @@ MAX_FRESH_D = 128
 
 @dataclass(frozen=True)
 class TileConfig:
-    """How the attention kernel is tiled for one (bits, D_pad, causal), and how large a launch.
+    """How the attention kernel is tiled for one (bits, D_pad, has_right), and how large a launch.
 
     Attributes:
         qk_bits: of a number of Q and K.
         pv_bits: of P and V.
         D_pad: padded head dim.
-        causal: which of the two specialisations: a window or causality ends to the right, or none does.
+        has_right: which of the two specialisations: a window or causality ends to the right, or none does.
         bm: query rows of a block; the same for both, since packing does not know the mask.
         bn: keys of a block; likewise.
         num_warps: warps of a program.
@@ -50,7 +51,7 @@ class TileConfig:
     qk_bits: int
     pv_bits: int
     D_pad: int
-    causal: bool
+    has_right: bool
     bm: int
     bn: int
     num_warps: int
@@ -70,17 +71,17 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class LargeTileConfig:
-    """How `fp8_attn_fwd_large_d` is tiled for one (D_pad, v_tile, causal); `uses_large_d` says for which head dims.
+    """How `fp8_attn_fwd_large_d` is tiled for one (D_pad, v_tile, has_right); `uses_large_d` says for which head dims.
 
     Attributes:
         D_pad: padded head dim of Q and K: a power of two, or the sum of two.
         v_tile: channels of V that a program owns, likewise; D_v is padded to a multiple.
-        causal: and the rest, as in `TileConfig`.
+        has_right: and the rest, as in `TileConfig`.
     """
 
     D_pad: int
     v_tile: int
-    causal: bool
+    has_right: bool
     bm: int
     bn: int
     num_warps: int
@@ -126,17 +127,17 @@ TABLE, LARGE_D_TABLE = "fp8_attn_fwd_sm90.json", "fp8_attn_fwd_large_d_sm90.json
 TILE_CONFIGS = load_rows(TileConfig, read_table(TABLE))
 LARGE_TILE_CONFIGS = load_rows(LargeTileConfig, read_table(LARGE_D_TABLE))
 
-#: For the smallest launches first, by (bits, D_pad, causal).
+#: For the smallest launches first, by (bits, D_pad, has_right).
 _BY_KIND: dict[tuple[tuple[int, int], int, bool], list[TileConfig]] = {}
 for _tile in sorted(TILE_CONFIGS, key=lambda tile: tile.max_query_blocks_per_sm):
-    _BY_KIND.setdefault((_tile.bits, _tile.D_pad, _tile.causal), []).append(_tile)
+    _BY_KIND.setdefault((_tile.bits, _tile.D_pad, _tile.has_right), []).append(_tile)
 
 
-def tile_config(D_pad: int, causal: bool, bits: tuple[int, int] = ALL_8_BIT, load: float = math.inf) -> TileConfig:
-    """The config for (bits, D_pad, causal), and a launch of `load` query blocks an SM."""
-    if (bits, D_pad, causal) not in _BY_KIND:
-        raise KeyError(f"no tuned config for bits={bits}, D_pad={D_pad}, causal={causal}")
-    return next(tile for tile in _BY_KIND[bits, D_pad, causal] if load <= tile.max_query_blocks_per_sm)
+def tile_config(D_pad: int, has_right: bool, bits: tuple[int, int] = ALL_8_BIT, load: float = math.inf) -> TileConfig:
+    """The config for (bits, D_pad, has_right), and a launch of `load` query blocks an SM."""
+    if (bits, D_pad, has_right) not in _BY_KIND:
+        raise KeyError(f"no tuned config for bits={bits}, D_pad={D_pad}, has_right={has_right}")
+    return next(tile for tile in _BY_KIND[bits, D_pad, has_right] if load <= tile.max_query_blocks_per_sm)
 
 
 def padded_head_dim(D: int) -> int:
@@ -157,7 +158,7 @@ def uses_large_d(D: int, D_v: int, bits: tuple[int, int] = ALL_8_BIT) -> bool:
     return bits == ALL_8_BIT and (max(D, D_v) > SUPPORTED_D[-1] or (128 < D <= 192 and D_v <= 128))
 
 
-def large_tile_config(D: int, D_v: int, causal: bool, load: float = math.inf) -> LargeTileConfig:
+def large_tile_config(D: int, D_v: int, has_right: bool, load: float = math.inf) -> LargeTileConfig:
     """The config that does the least work for (D, D_v): every program multiplies D_pad and `v_tile` channels.
 
     Among those with as much, the one for a launch of `load` query blocks an SM.
@@ -168,7 +169,7 @@ def large_tile_config(D: int, D_v: int, causal: bool, load: float = math.inf) ->
         # Block sizes depend on D_pad and v_tile, and must not depend on the load.
         return work, tile.D_pad, tile.v_tile, tile.max_query_blocks_per_sm
 
-    fitting = (t for t in LARGE_TILE_CONFIGS if t.causal == causal and t.D_pad >= D)
+    fitting = (t for t in LARGE_TILE_CONFIGS if t.has_right == has_right and t.D_pad >= D)
     return min((t for t in fitting if load <= t.max_query_blocks_per_sm), key=order)
 
 
@@ -186,25 +187,30 @@ class Packing:
     D_pad: int
     D_v_pad: int
 
+    @functools.cached_property
+    def D_row(self) -> int:
+        """Width of what preprocessing kernels read and know of rows."""
+        return row_width(self.D_pad, self.D_v_pad)
+
 
 def packing(D: int, D_v: int, bits: tuple[int, int] = ALL_8_BIT) -> Packing:
     """For head dims D of Q and K, and D_v of V. It does not depend on the mask, which packing does not know."""
     if uses_large_d(D, D_v, bits):
-        large = large_tile_config(D, D_v, causal=False)
+        large = large_tile_config(D, D_v, has_right=False)
         return Packing(large.bm, large.bn, large.D_pad, _padded_to(D_v, large.v_tile))
     return varlen_packing(D, D_v, bits)
 
 
 def attention_tile_config(
-    D: int, D_v: int, causal: bool, bits: tuple[int, int] = ALL_8_BIT, load: float = math.inf
+    D: int, D_v: int, has_right: bool, bits: tuple[int, int] = ALL_8_BIT, load: float = math.inf
 ) -> TileConfig:
     """The config of `fp8_attn_fwd` for (D, D_v): that of the larger, which has the registers for both."""
-    return tile_config(padded_head_dim(max(D, D_v)), causal, bits, load)
+    return tile_config(padded_head_dim(max(D, D_v)), has_right, bits, load)
 
 
 def varlen_packing(D: int, D_v: int, bits: tuple[int, int] = ALL_8_BIT) -> Packing:
     """`packing` for sequences of variable length, which always run `fp8_attn_fwd`."""
-    tile = attention_tile_config(D, D_v, causal=False, bits=bits)
+    tile = attention_tile_config(D, D_v, has_right=False, bits=bits)
     return Packing(tile.bm, tile.bn, padded_head_dim(D), padded_head_dim(D_v))
 
 
@@ -241,7 +247,7 @@ def page_packing(D: int, D_v: int) -> PagePacking:
     """
     D_pad, D_v_pad = (padded_head_dim(d) if d <= SUPPORTED_D[-1] else MAX_PAGE_D for d in (D, D_v))
     if max(D_pad, D_v_pad) == MAX_PAGE_D:
-        page_size = large_tile_config(MAX_PAGE_D, MAX_PAGE_D, causal=True).bn
+        page_size = large_tile_config(MAX_PAGE_D, MAX_PAGE_D, has_right=True).bn
     else:
-        page_size = attention_tile_config(D, D_v, causal=True).bn
+        page_size = attention_tile_config(D, D_v, has_right=True).bn
     return PagePacking(page_size, D_pad, max(64, D_v_pad))

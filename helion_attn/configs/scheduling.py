@@ -1,4 +1,4 @@
-"""How large a launch is, in which order its programs come, and into how many runs their key blocks are split."""
+"""How large a launch is, in which order its programs come, and how many splits their key blocks have."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ def gqa_query_blocks(queries: int, group: int, bm: int) -> int:
     return -(-rows // bm)
 
 
-#: The fewest key blocks of a run, and the fewest such runs that a program worth splitting has.
-MIN_RUN_BLOCKS, MIN_RUNS = 8, 4
+#: The fewest key blocks of a split, and the fewest such splits of a program that is worth it.
+MIN_SPLIT_BLOCKS, MIN_SPLITS = 8, 4
 
-#: What a launch of `split` runs costs, fitted to 64 launches on an H100 (docs/notes/paged_cache.md). A key block takes
-#: `FIRST_PROGRAM` + n where n programs share an SM. In blocks: what a program takes to begin and end, what a run takes
-#: besides to write its part and to have it merged, and the merge's launch.
+#: What a launch of several splits costs, fitted to 64 launches on an H100 (docs/notes/paged_cache.md). A key block
+#: takes `FIRST_PROGRAM` + n where n programs share an SM. In blocks: what a program takes to begin and end, what a
+#: split takes besides to write its result and to have it merged, and the merge's launch.
 FIRST_PROGRAM = 1.44
-PROGRAM_BLOCKS, PART_BLOCKS, MERGE_BLOCKS = 5, 6, 6
+PROGRAM_BLOCKS, PARTIAL_BLOCKS, MERGE_BLOCKS = 5, 6, 6
 
-#: Runs fill the GPU so many times at most, and must be so many times faster to be worth their parts.
+#: Splits fill the GPU so many times at most, and must be so many times faster to be worth their results.
 SPLIT_ROUNDS, SPLIT_GAIN = 4, 1.04
 
 
@@ -73,25 +73,25 @@ def mean_key_blocks(key_blocks: int, queries: int, right: int, bn: int) -> int:
 def split_time(splits: int, programs: int, key_blocks: int, multiprocessors: int, ctas_per_sm: int) -> float:
     """The time of `programs` whose `key_blocks` each are split, in key blocks of an SM that is full."""
     rounds, left_over = divmod(programs * splits, multiprocessors * ctas_per_sm)
-    blocks = -(-key_blocks // splits) + PROGRAM_BLOCKS + (PART_BLOCKS if splits > 1 else 0)
+    blocks = -(-key_blocks // splits) + PROGRAM_BLOCKS + (PARTIAL_BLOCKS if splits > 1 else 0)
     # Programs of a last round that is not full share an SM with fewer, and are faster.
     last = (FIRST_PROGRAM + -(-left_over // multiprocessors)) / (FIRST_PROGRAM + ctas_per_sm) if left_over else 0.0
     return blocks * (rounds + last) + (MERGE_BLOCKS if splits > 1 else 0)
 
 
 def key_splits(
-    programs: int, key_blocks: int, multiprocessors: int, ctas_per_sm: int, least_run: int = MIN_RUN_BLOCKS
+    programs: int, key_blocks: int, multiprocessors: int, ctas_per_sm: int, min_blocks: int = MIN_SPLIT_BLOCKS
 ) -> int:
-    """Into how many runs to split the key blocks of each of `programs`, which see `key_blocks`.
+    """How many splits to make of the key blocks of each of `programs`, which see `key_blocks`.
 
     The fastest by `split_time` of those that fill the GPU once, twice and so on (the idea of `num_splits_heuristic` in
-    flash-attention). But no runs of fewer than `least_run` blocks, no programs with fewer than `MIN_RUNS` of these, and
-    no more runs than fill the GPU `SPLIT_ROUNDS` times, so that their parts are at most as many rows.
+    flash-attention). But no splits of fewer than `min_blocks` blocks, no programs with fewer than `MIN_SPLITS` of
+    these, and no more splits than fill the GPU `SPLIT_ROUNDS` times, so that their results are at most as many rows.
     """
-    if key_blocks < MIN_RUNS * least_run:
+    if key_blocks < MIN_SPLITS * min_blocks:
         return 1
-    places, most = multiprocessors * ctas_per_sm, key_blocks // least_run
-    filling = {max(1, min(rounds * places // programs, most)) for rounds in range(1, SPLIT_ROUNDS + 1)}
+    resident, most = multiprocessors * ctas_per_sm, key_blocks // min_blocks
+    filling = {max(1, min(rounds * resident // programs, most)) for rounds in range(1, SPLIT_ROUNDS + 1)}
     time = {splits: split_time(splits, programs, key_blocks, multiprocessors, ctas_per_sm) for splits in filling | {1}}
     fastest = min(time, key=lambda splits: (time[splits], splits))
     return fastest if time[fastest] * SPLIT_GAIN < time[1] else 1
@@ -106,7 +106,7 @@ def schedule(
     right: int,
     multiprocessors: int,
 ) -> tuple[bool, int]:
-    """`(pack_gqa, splits)`: whether a group's heads share tiles, and into how many runs key blocks are split.
+    """`(pack_gqa, splits)`: whether a group's heads share tiles, and how many splits key blocks have.
 
     Args:
         tile: the launch's config.
@@ -136,7 +136,7 @@ MIN_PREFILL_ROWS = 64
 #: Programs of a batch that decodes, for each SM, at least.
 BATCH_PROGRAMS_PER_SM = 12
 
-#: The fewest pages of a run: writing and merging its partial result costs about as much as a quarter of a page.
+#: The fewest pages of a split: writing and merging its partial result costs about as much as a quarter of a page.
 MIN_PAGES = 4
 
 
@@ -157,10 +157,10 @@ def decode_queries(group: int, drafts: int) -> int:
 
 
 def page_splits(sequences: int, programs: int, max_pages: int, multiprocessors: int, ctas_per_sm: int) -> int:
-    """Into how many runs to split sequences of up to `max_pages` pages, when `programs` would read them whole.
+    """How many splits to make of sequences of up to `max_pages` pages, when `programs` would read them whole.
 
     One sequence is split into as many as the GPU holds at once, which end together. Sequences of a batch differ in
-    length: they are split into more, so that a long one does not end alone. No run has fewer than `MIN_PAGES` of the
+    length: they are split into more, so that a long one does not end alone. No split has fewer than `MIN_PAGES` of the
     longest possible sequence.
     """
     if sequences == 1:

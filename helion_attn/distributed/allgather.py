@@ -32,5 +32,5 @@ def run(
         bounds,
     )
     out, lse = empty_outputs(call, packed.q_descale, call.H, call.M, call.bshd)
-    attend(call, packed, rank_kv, out, lse, call.bshd, call.softmax.sinks)
+    attend(call, packed, rank_kv, out, lse, call.bshd, call.scores.sinks)
     return out, lse

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Unpack
 
-from helion_attn.calls import of_ranks
 from helion_attn.compiler.notice import LOG
 from helion_attn.configs import varlen_packing
 from helion_attn.debug_state import debugging
@@ -19,11 +18,12 @@ from helion_attn.distributed import allgather, collectives, ring, ulysses
 from helion_attn.distributed.call import Call
 from helion_attn.distributed.collectives import Group
 from helion_attn.distributed.cut import Cut, cut_of
-from helion_attn.distributed.packed import bounds_of_rows
+from helion_attn.distributed.packed_sequences import bounds_of_rows
 from helion_attn.distributed.prepare import all_lengths, exchanged, quantized_rank
 from helion_attn.names import reject_unknown_kwargs
 from helion_attn.options import DenseOptions, ScoreOptions
 from helion_attn.plans import log_call
+from helion_attn.public_calls import of_ranks
 from helion_attn.types import BALANCED, Balance, Layout, PackedTensors, Recipe, RecipeName, Rope, Strategy, as_recipe
 from helion_attn.validate.dense import check_no_grad, check_options, check_recipe
 from helion_attn.validate.distributed import check_balance, check_part, check_rope_lengths, check_strategy, rope_text
@@ -272,14 +272,14 @@ def attention(
         D_v=D_v,
         packing=varlen_packing(D, D_v, chosen.bits),
         recipe=chosen,
-        softmax=scores.resolved(D),
+        scores=scores.resolved(D),
         bshd=layout == "bshd",
         out_dtype=q.dtype if out_dtype is None else out_dtype,
         return_lse=return_lse,
         all_keys=k_cut.total,
     )
     call.check_places(1 if strategy == "ring" else pg.size())
-    packed = quantized_rank(call, q, k, v, rope, call.softmax.needs_k_mean_correction(return_lse))
+    packed = quantized_rank(call, q, k, v, rope, call.scores.needs_lse_shift(return_lse))
     out, lse = STRATEGIES[strategy](call, packed)
     return (out, lse) if return_lse else out
 
@@ -389,7 +389,7 @@ def attention_varlen(
         packing=varlen_packing(D, D_v, chosen.bits),
         recipe=chosen,
         # Causality is in the rows' bounds.
-        softmax=replace(scores, causal=False).resolved(D),
+        scores=replace(scores, causal=False).resolved(D),
         bshd=True,
         out_dtype=q.dtype if out_dtype is None else out_dtype,
         return_lse=return_lse,
@@ -398,7 +398,7 @@ def attention_varlen(
     call.check_places(pg.size())
     row_bounds, block_bounds, in_sequence = bounds_of_rows(call, cu_seqlens_q, cu_seqlens_k, causal)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    packed = quantized_rank(call, q, k, v, None, call.softmax.needs_k_mean_correction(return_lse))
+    packed = quantized_rank(call, q, k, v, None, call.scores.needs_lse_shift(return_lse))
     out, lse = allgather.run(call, packed, (row_bounds, block_bounds))
     nan = float("nan")
     out = torch.where(in_sequence[:, None, None], out[0], torch.full_like(out[0], nan))

@@ -44,7 +44,7 @@ class Call:
     D_v: int
     packing: Packing
     recipe: Recipe
-    softmax: ScoreOptions
+    scores: ScoreOptions
     bshd: bool
     out_dtype: torch.dtype
     return_lse: bool
@@ -139,7 +139,7 @@ def attend(
     sinks: torch.Tensor | None,
 ) -> None:
     """Write what `packed` gets of the keys of a `RankKV` into `out` and `lse`, as `MultiRankArgs` has them."""
-    ops.attention_gathered(
+    ops.attention_multi_rank(
         MultiRankArgs(
             q8=packed.q8,
             q_descale=packed.q_descale,
@@ -157,7 +157,7 @@ def attend(
             n_len=rank_kv.n_len,
             d=call.D,
             d_v=call.D_v,
-            softmax=replace(call.softmax, sinks=sinks),
+            scores=replace(call.scores, sinks=sinks),
             bshd=bshd,
             recipe=call.recipe,
         )

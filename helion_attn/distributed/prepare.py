@@ -14,7 +14,7 @@ from helion_attn.distributed import collectives, header
 from helion_attn.distributed.call import Call
 from helion_attn.distributed.cut import Cut
 from helion_attn.numerics import SAMPLED_KEYS
-from helion_attn.preprocess import shared
+from helion_attn.preprocess import rank_samples
 from helion_attn.problem import DescribeRankArgs, QuantizeRankArgs, rope_arguments
 from helion_attn.types import PackedTensors, Rope, packed_fields, unchecked_rope
 
@@ -82,11 +82,11 @@ def with_positions(call: Call, rope: Rope | None, device: torch.device) -> Rope 
 
 
 def quantized_rank(
-    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: Rope | None, shift_lse: bool
+    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: Rope | None, needs_lse_shift: bool
 ) -> PackedTensors:
     """This rank's Q, K and V in the packed format, BHSD, with the constants of all ranks."""
     rotation = rope_arguments(with_positions(call, rope, q.device))
-    tokens, _ = shared.sampled_queries(call.H // call.H_kv, call.packing)
+    tokens, _ = rank_samples.sampled_queries(call.H // call.H_kv, call.packing)
     k_samples = [call.k_cut.sample(rank, SAMPLED_KEYS) for rank in range(call.k_cut.ranks)]
     q_samples = [call.q_cut.sample(rank, tokens) for rank in range(call.q_cut.ranks)]
     described = DescribeRankArgs(
@@ -104,10 +104,10 @@ def quantized_rank(
     q_sample, largest = None, kv_sample
     if kv_sample.numel():
         kv_sample = collectives.gather(kv_sample, call.group)
-        largest = shared.v_largest(kv_sample, call.D, call.D_v)
+        largest = rank_samples.v_largest(kv_sample, call.D, call.D_v)
         if call.recipe.equalise:
-            q_sample = shared.queries_in_order(kv_sample[:, described.k_rows : -1], q_samples)
-        kv_sample = shared.in_order(kv_sample[:, : described.k_rows], k_samples)
+            q_sample = rank_samples.queries_in_order(kv_sample[:, described.k_rows : -1], q_samples)
+        kv_sample = rank_samples.in_order(kv_sample[:, : described.k_rows], k_samples)
     tensors = ops.quantize_rank(
         QuantizeRankArgs(
             q=q,
@@ -118,8 +118,8 @@ def quantized_rank(
             v_largest=largest,
             rope=rotation,
             recipe=call.recipe,
-            shift_lse=shift_lse,
+            needs_lse_shift=needs_lse_shift,
             all_keys=call.all_keys,
         )
     )
-    return PackedTensors(**packed_fields(tensors, call.recipe, shift_lse))
+    return PackedTensors(**packed_fields(tensors, call.recipe, needs_lse_shift))

@@ -27,8 +27,8 @@ def sees(call: Call, source: int) -> bool:
         first = rows.begin + call.more_keys
         last = first + rows.size - 1
         for keys in call.k_cut.chunks(source):
-            before_right = call.softmax.right < 0 or keys.begin <= last + call.softmax.right
-            after_left = call.softmax.left < 0 or keys.begin + keys.size - 1 >= first - call.softmax.left
+            before_right = call.scores.right < 0 or keys.begin <= last + call.scores.right
+            after_left = call.scores.left < 0 or keys.begin + keys.size - 1 >= first - call.scores.left
             if before_right and after_left:
                 return True
     return False
@@ -85,7 +85,7 @@ def run(call: Call, packed: PackedTensors) -> tuple[torch.Tensor, torch.Tensor]:
         if source in seen:
             rank_kv = rank_kv_of(call, source, held, packed.v_mean)
             if len(seen) == 1:
-                attend(call, packed, rank_kv, out, lse, call.bshd, call.softmax.sinks)
+                attend(call, packed, rank_kv, out, lse, call.bshd, call.scores.sinks)
             else:
                 slot = min(i, 1)
                 attend(call, packed, rank_kv, both[slot], both_lse[slot], False, None)
@@ -103,7 +103,7 @@ def merged(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Two results merged: into the first of two that it returns, or into `out` and `lse` if it is the last."""
     if last:
-        ops.merge_results(MergeArgs(both, both_lse, call.softmax.sinks, out, lse, call.bshd))
+        ops.merge_results(MergeArgs(both, both_lse, call.scores.sinks, out, lse, call.bshd))
         return both, both_lse
     following, following_lse = torch.empty_like(both), torch.empty_like(both_lse)
     ops.merge_results(MergeArgs(both, both_lse, None, following[0], following_lse[0], False))

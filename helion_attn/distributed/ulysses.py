@@ -50,7 +50,7 @@ def in_order(x: torch.Tensor, zigzag: bool) -> torch.Tensor:
 class Sections:
     """Where Q and its numbers lie in what travels from one rank to another, behind the keys."""
 
-    def __init__(self, call: Call, has_shift: bool) -> None:
+    def __init__(self, call: Call, has_lse_shift: bool) -> None:
         p, ranks = call.packing, call.group.size()
         self.heads = call.H // ranks
         self.blocks = -(-call.q_cut.room // p.bm)
@@ -58,7 +58,7 @@ class Sections:
         number = (call.B, self.heads, self.blocks, 4 * p.bm)
         #: Shapes, by field of `PackedTensors`.
         self.shapes = {"q8": (*number[:3], p.bm * p.D_pad * call.recipe.qk_dtype.itemsize), "q_descale": number}
-        if has_shift:
+        if has_lse_shift:
             self.shapes["lse_shift"] = number
         #: Bytes before each, from the first.
         self.offsets: dict[str, int] = {}
@@ -168,8 +168,8 @@ def run(call: Call, packed: PackedTensors) -> tuple[torch.Tensor, torch.Tensor]:
     )
     rank_kv = RankKV(rows, b, chunks, call.k_cut.total, mean_of_all(rows, b, call.k_cut, mine.v_mean))
     sinks = None
-    if call.softmax.sinks is not None:
-        sinks = call.softmax.sinks[call.rank * s.heads : (call.rank + 1) * s.heads].contiguous()
+    if call.scores.sinks is not None:
+        sinks = call.scores.sinks[call.rank * s.heads : (call.rank + 1) * s.heads].contiguous()
     out, lse = empty_outputs(call, mine.q_descale, s.heads, cut.total, bshd=True)
     attend(call, mine, rank_kv, out, lse, True, sinks)
     # [ranks, B, M, heads, D_v]

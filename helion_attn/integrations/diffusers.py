@@ -25,7 +25,7 @@ from helion_attn.integrations.diffusers_schedule import (
 from helion_attn.integrations.fused.qk_prologue import QKPrologue, prefers_pytorch
 from helion_attn.integrations.graphs import graph_break
 from helion_attn.integrations.inputs import check_arguments, check_module, check_name, check_tensors, checked_inputs
-from helion_attn.integrations.masks import ACCEPTED, Visible, attend_to_visible, check_visible, read_mask
+from helion_attn.integrations.mask_tensors import ACCEPTED, Visible, attend_to_visible, check_visible, read_mask
 from helion_attn.integrations.rules import NO_DROPOUT, Rule, is_none_or_tensor
 from helion_attn.masks import Reordered
 from helion_attn.masks.blocks import as_block_mask

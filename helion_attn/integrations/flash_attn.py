@@ -375,7 +375,7 @@ def flash_attn_with_kvcache(
         k_descale: fp32 [num_pages, H_kv, page_size], written where k is.
         v_descale: fp32 [num_pages, H_kv, page_size], written where v is.
         rotary_interleaved: not looked at without rotary_cos.
-        num_splits: runs into which a sequence's pages are split; 0 to choose.
+        num_splits: splits of a sequence's pages; 0 to choose.
         pack_gqa: not looked at; heads that share a KV head always share a tile.
         block_table: flash-attn 2's name of `page_table`.
         k_mean: of the cache, [H_kv, D]; must be given if `paged_kv_cache` was given one.

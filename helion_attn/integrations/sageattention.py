@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from helion_attn.api import attention
-from helion_attn.integrations.masks import ACCEPTED, attend_to_visible, check_visible, read_mask
+from helion_attn.integrations.mask_tensors import ACCEPTED, attend_to_visible, check_visible, read_mask
 from helion_attn.integrations.rules import NO_DROPOUT, Rule, check_supported, is_none_or_tensor
 from helion_attn.names import reject_unknown_kwargs
 from helion_attn.types import BALANCED, HYBRID, Auto, Recipe, RecipeName, as_choice, preset_of

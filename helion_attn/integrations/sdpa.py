@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from helion_attn.api import attention
 from helion_attn.caller import outermost
 from helion_attn.integrations.inputs import check_arguments, check_tensors, checked_inputs
-from helion_attn.integrations.masks import ACCEPTED, Visible, attend_to_visible, check_visible, read_mask
+from helion_attn.integrations.mask_tensors import ACCEPTED, Visible, attend_to_visible, check_visible, read_mask
 from helion_attn.integrations.rules import NO_DROPOUT, Rule, is_none_or_tensor
 from helion_attn.names import reject_unknown_kwargs
 from helion_attn.types import BALANCED, Auto, Recipe, RecipeName, as_choice, preset_of

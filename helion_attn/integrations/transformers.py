@@ -12,7 +12,7 @@ import torch
 from helion_attn.api import attention
 from helion_attn.integrations.graphs import graph_break
 from helion_attn.integrations.inputs import NAMES, autocast_inputs, check_name, check_scale
-from helion_attn.integrations.masks import attend_to_visible, check_visible, read_mask
+from helion_attn.integrations.mask_tensors import attend_to_visible, check_visible, read_mask
 from helion_attn.integrations.rules import Rule, check_supported, is_none, is_zero
 from helion_attn.integrations.transformers_masks import MaskTensor, VisibleKeys, what_is_seen
 from helion_attn.integrations.transformers_models import refuse_own_attention

@@ -51,8 +51,8 @@ import functools
 import torch
 
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, helion, helion_config, hl
-from helion_attn.compiler.kernels import Compiled, compiled, interpreted
 from helion_attn.compiler.passes.expected import expected_passes
+from helion_attn.compiler.runners import Compiled, compiled, interpreted
 from helion_attn.configs import MASK_BLOCK, MAX_FRESH_D, TileConfig
 from helion_attn.kernels.lib.block_max import update_block_max
 from helion_attn.kernels.lib.inline_asm import maximum
@@ -61,7 +61,7 @@ from helion_attn.kernels.lib.keys import (
     block_of_keys,
     first_k_descale,
     first_key_of_block,
-    first_masked_block,
+    first_unmasked_block,
     k_descale_of,
     keys_of,
     next_k_descale,
@@ -70,11 +70,10 @@ from helion_attn.kernels.lib.kv_lists import (
     block_at_edge,
     block_of_entry,
     first_entry_of,
-    list_arguments,
     next_entry_of,
     within_tile,
 )
-from helion_attn.kernels.lib.masks import Bounds, bounds_of_rows, visible_keys, within_bounds
+from helion_attn.kernels.lib.masks import Bounds, bounds_of_rows, masked_scores, visible_keys, within_bounds
 from helion_attn.kernels.lib.query import Query, quantised_rows, query_arguments
 from helion_attn.kernels.lib.rows import (
     first_packed_row,
@@ -85,7 +84,6 @@ from helion_attn.kernels.lib.rows import (
     rows_on_diagonal,
 )
 from helion_attn.kernels.lib.schraudolph import (
-    hidden,
     in_fp16_steps,
     largest_scores,
     p_of_scores,
@@ -131,13 +129,13 @@ def fp8_attn_fwd(
     k_descale: torch.Tensor,  # [B * H_kv * N_blocks] if k_block_descales, else [B * H_kv]
     v_descale: torch.Tensor,  # [B * H_kv * D_v_pad]; of a head all the same, unless v_channel_descales
     v_mean: torch.Tensor,  # [B * H_kv * D_v_pad]
-    lse_shift: torch.Tensor,  # [B * H * M_blocks * bm] if shift_lse
+    lse_shift: torch.Tensor,  # [B * H * M_blocks * bm] if has_lse_shift
     sinks: torch.Tensor,  # [H] if has_sinks
     q_blocks: torch.Tensor,  # [M_blocks, Q_FIELDS] if varlen
     q_rows: torch.Tensor,  # q8 as [B * H * M_blocks * bm, D_pad] if pack_gqa
-    q: torch.Tensor,  # flat, as the user has it, if quantises_q
-    k_mean: torch.Tensor,  # [B * H_kv * D_row] if quantises_q and shift_lse
-    channel_factors: torch.Tensor,  # [B * H_kv * D_row] if quantises_q and its spec has equalise
+    q: torch.Tensor,  # flat, as the user has it, if spec.query
+    k_mean: torch.Tensor,  # [B * H_kv * D_row] if spec.query and has_lse_shift
+    channel_factors: torch.Tensor,  # [B * H_kv * D_row] if spec.query and its rows has equalise
     cos: torch.Tensor,
     sin: torch.Tensor,
     q_positions: torch.Tensor,
@@ -169,7 +167,9 @@ def fp8_attn_fwd(
     scales: ScoreScales,
     spec: hl.constexpr,  # AttentionSpec
 ) -> None:
-    """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`.
+    """Write `out` and `lse`, as the module's docstring says.
+
+    Rows of `out` lie `out_row_step` apart, heads `out_head_step`.
 
     If rows may see any number of keys (`has_right` alone), `head_group` heads, which divide those of the grid, come at
     once: the longest rows of all of them first. `scheduling.group_programs` says why. Few queries whose keys are split
@@ -190,7 +190,7 @@ def fp8_attn_fwd(
 
     With `split_v` P V is two products, of half of V's channels each.
 
-    With `multi_rank` K and V are in chunks, of several ranks, and so may the rows be: `kernels.lib.multi_rank` says
+    With `multi_rank` K and V are in chunks, of several ranks, and so may the rows be: `kernels.lib.rank_chunks` says
     where each lies, and what `chunks` are. k8 and v8 have one head then, of all blocks, and out and lse have the rows
     of all chunks. There is no `varlen`, `is_split_kv` or `pack_gqa`. With `row_ranges` besides, a row sees the keys
     from one position up to another: `row_bounds` has these of every row, `block_bounds` what follows of a block's key
@@ -214,7 +214,7 @@ def fp8_attn_fwd(
     bn = hl.specialize(k8.size(2))
     d_pad = hl.specialize(k8.size(3))
     hl.specialize((q8.size(3), v8.size(2), v8.size(3)))
-    if spec.quantises_q:
+    if spec.query is not None:
         m_blocks = (m_len + bm - 1) // bm
         if spec.block_sparse:
             m_blocks = list_steps.row_blocks * (MASK_BLOCK // bm)
@@ -240,7 +240,7 @@ def fp8_attn_fwd(
         blocks = list_steps.row_blocks * (MASK_BLOCK // bm)
         hl.specialize(k_descale.stride(0))
     grid_heads = splits * head_size if spec.is_split_kv else head_size
-    rows_differ = spec.block_sparse or (spec.has_right and not spec.has_left)
+    rows_differ = spec.block_sparse or (spec.scores.has_right and not spec.scores.has_left)
     heads_at_once = head_group if rows_differ and not (spec.varlen or spec.is_split_kv) else 1
     for grid_group, program in hl.grid([grid_heads // heads_at_once, blocks * heads_at_once]):
         grid_head = grid_group * heads_at_once + program % heads_at_once
@@ -253,31 +253,31 @@ def fp8_attn_fwd(
         keys = keys_of(block_bounds, rows, grid_head, head_size, splits, n_len, left, right, bm, bn, chunks, spec)
         # Helion's branches take no record of several tensors.
         kv, row_begin, diagonal = rows.kv, rows.begin, rows.diagonal
-        run_begin, run_end, n_full, key_end = keys.begin, keys.stop, keys.full, rows.key_end
+        split_begin, split_end, n_full, key_end = keys.begin, keys.stop, keys.full, rows.key_end
         head_first, first_descale = keys.head_first, keys.first_descale
         # [bm]
         packed_rows = packed_rows_of(rows, m_blocks, group, m_len, bm, spec)
         # Flat indices make plain loads of what is small. As a descriptor load each waits for a barrier of its own.
         # [bm], or a scalar for one a block. Loads before that of Q, which is waited for behind them, are under way
         # meanwhile.
-        if spec.quantises_q:
+        if spec.query is not None:
             # [bm, D_pad], [bm], [bm]
             head_offset = (rows.bh // heads) * q_b_step + (rows.bh % heads) * q_h_step
-            q_tile, q_scale, shift_of_keys = quantised_rows(
+            q_tile, q_scale, lse_shift_of_rows = quantised_rows(
                 q, cos, sin, q_positions, k_mean, channel_factors, kv, head_offset * spec.query.unit, rows.begin +
                 hl.arange(bm), q_s_step * spec.query.unit, m_len, n_len - m_len, table_rows, bm, d_pad, k8.dtype, spec,
             )  # fmt: skip
-            if spec.shift_lse:
+            if spec.scores.has_lse_shift:
                 # Read again behind the loop, which has no registers for it.
-                hl.store(lse_shift, [packed_rows], shift_of_keys)
+                hl.store(lse_shift, [packed_rows], lse_shift_of_rows)
                 if spec.is_cuda:
                     hl.inline_triton("tl.debug_barrier()", args=(), output_like=None)
         elif spec.q_row_descales:
             q_scale = hl.load(q_descale, [packed_rows])
         else:
             q_scale = hl.load(q_descale, [first_packed_row(rows, m_blocks, bm, spec)])
-        entry = first_entry_of(entries, run_begin, spec)
-        first_block = block_of_entry(run_begin, entry, spec)
+        entry = first_entry_of(entries, split_begin, spec)
+        first_block = block_of_entry(split_begin, entry, spec)
         # The descale of the block at hand. With one a block, the next is loaded a block ahead: loaded in the block that
         # uses it, Triton's pipeliner sends it through shared memory and adds a barrier.
         if spec.k_block_descales:
@@ -287,7 +287,7 @@ def fp8_attn_fwd(
         # [bm, D_pad]
         if spec.pack_gqa:
             q_tile = hl.load(q_rows, [packed_rows, hl.arange(q8.size(3))])
-        elif not spec.quantises_q:
+        elif spec.query is None:
             q_tile = q8[rows.bh, rows.m_block, :, :]
         q_scale_log2 = q_scale * scales.qk_scale
         if spec.q_row_descales:
@@ -297,9 +297,9 @@ def fp8_attn_fwd(
         else:
             max_fused_k_scale = spec.max_fused_scale / q_scale_log2
         # [bm], what smooth-K took from all of a row's scores
-        shift = hl.zeros([bm], dtype=torch.float32)
-        if spec.shifts_scores:
-            shift = hl.load(lse_shift, [packed_rows]) * scales.qk_scale
+        lse_shift_scaled = hl.zeros([bm], dtype=torch.float32)
+        if spec.scores.lse_shift_in_scores:
+            lse_shift_scaled = hl.load(lse_shift, [packed_rows]) * scales.qk_scale
         m_i = hl.full([bm], NO_KEY if spec.block_max else float("-inf"), dtype=torch.float32)
         m_run = m_i
         l_i = hl.zeros([bm] if spec.schraudolph_exp2 else [bm, l_lanes], dtype=torch.float32)
@@ -311,11 +311,11 @@ def fp8_attn_fwd(
         # [bm], loaded here, since in the loop they would go through shared memory
         keys_from, keys_up_to = bounds_of_rows(row_bounds, rows.m_block, bm, spec.row_ranges)
 
-        n_masked = first_masked_block(keys, spec)
-        for entry_idx in hl.grid(run_begin, run_end):
+        n_unmasked = first_unmasked_block(keys, spec)
+        for entry_idx in hl.grid(split_begin, split_end):
             entry_at_hand, j = entry, block_of_entry(entry_idx, entry, spec)
             if spec.block_sparse:
-                entry = next_entry_of(entries, entry_idx, run_end)
+                entry = next_entry_of(entries, entry_idx, split_end)
             next_block = block_of_entry(entry_idx, entry, spec)
             s_scale_log2 = q_scale_log2 * k_scale
             # Masked scores, -inf before they are scaled, stay so: no scale is 0.
@@ -326,15 +326,15 @@ def fp8_attn_fwd(
             # Not "large", since a NaN is not within.
             within = (k_scale <= max_fused_k_scale).to(torch.int32)
             if spec.k_block_descales:
-                k_scale = next_k_descale(k_descale, next_block, run_end, kv, first_descale, n_blocks, spec)
+                k_scale = next_k_descale(k_descale, next_block, split_end, kv, first_descale, n_blocks, spec)
             # [bn, D_pad] and [d_v_tile, bn], or of 16 bits [bn, D_v_pad]
             k_block, v_block, v_high, chunk = block_of_keys(k8, v8, j, kv, head_first, key_magic, chunks, spec)
             # [bm, bn]
             s = scores(q_tile, k_block.transpose(0, 1), bm, bn, spec.half_scores, spec.is_cuda)
-            s, s_scale_log2 = softmax_input(s, s_scale_log2, scales, shift, spec)
+            s, s_scale_log2 = softmax_input(s, s_scale_log2, scales, lse_shift_scaled, spec)
             # Blocks at an edge of what is visible, those that references come from, and those of a large scale: one
             # branch for all.
-            edge = at_edge(j, chunk, entry_at_hand, n_masked, n_full, chunks, spec)
+            edge = at_edge(j, chunk, entry_at_hand, n_unmasked, n_full, chunks, spec)
             if spec.schraudolph_exp2:
                 special = edge
             else:
@@ -350,10 +350,10 @@ def fp8_attn_fwd(
                 )
                 positions = first_key + hl.arange(bn)
                 on_diagonal = rows_on_diagonal(row_begin, diagonal, n_len - m_len, bm, spec)
-                visible = visible_keys(positions, on_diagonal, keys_end, left, right, spec)
+                visible = visible_keys(positions, on_diagonal, keys_end, left, right, spec.scores)
                 visible = within_bounds(visible, positions, keys_from, keys_up_to, spec.row_ranges)
                 visible = within_tile(visible, tile_of, tiles, entry_idx, entry_at_hand, row_begin, bm, bn, spec)
-                s = hidden(s, visible, bm, bn, spec)
+                s = masked_scores(s, visible, bm, bn, spec)
                 if spec.first_block_max:
                     m_i = torch.where(m_i == float("-inf"), torch.amax(s, 1), m_i)
             if spec.schraudolph_exp2:
@@ -404,7 +404,7 @@ def fp8_attn_fwd(
                 l_i = hl.zeros([bm, l_lanes], dtype=torch.float32)
                 scaled_spec = spec.of_scaled_scores
                 acc = hl.zeros([bm, d_v_pad], dtype=torch.float32)
-                for i in hl.grid(run_begin, run_end):
+                for i in hl.grid(split_begin, split_end):
                     k_block_again, v_block_again, _, chunk_again = block_of_keys(
                         k8, v8, i, kv, head_first, key_magic, chunks, spec
                     )
@@ -413,13 +413,13 @@ def fp8_attn_fwd(
                         k_scale = k_descale_of(k_descale, i, kv, first_descale, n_blocks, spec)
                     # [bm, bn]
                     s = scores(q_tile, k_block_again.transpose(0, 1), bm, bn, False, spec.is_cuda)
-                    s, s_scale_log2 = softmax_input(s, q_scale_log2 * k_scale, scales, shift, spec)
+                    s, s_scale_log2 = softmax_input(s, q_scale_log2 * k_scale, scales, lse_shift_scaled, spec)
                     s = scaled(s - spec.softmax_bias, s_scale_log2, spec.softmax_row_descales)
                     positions = first_again + hl.arange(bn)
                     on_diagonal = rows_on_diagonal(row_begin, diagonal, n_len - m_len, bm, spec)
-                    visible = visible_keys(positions, on_diagonal, end_again, left, right, spec)
+                    visible = visible_keys(positions, on_diagonal, end_again, left, right, spec.scores)
                     visible = within_bounds(visible, positions, keys_from, keys_up_to, spec.row_ranges)
-                    s = torch.where(visible, s, float("-inf"))
+                    s = masked_scores(s, visible, bm, bn, spec)
                     p8, alpha, _, m_i, l_i = online_softmax_step(
                         s, 0.0, hl.full([], 1.0, dtype=torch.float32), m_i, m_i, l_i, bm, bn, l_lanes, v8.dtype,
                         scaled_spec,
@@ -436,9 +436,9 @@ def fp8_attn_fwd(
             m_keys = torch.where(row_sum == 0.0, float("-inf"), m_i)
         # [bm], of each row its query, and its head: in the output, and in the splits
         query, head, split_head, row_in_range = queries_of_rows(rows, grid_head, group, bm, spec)
-        if spec.shifts_lse:
-            shift = hl.load(lse_shift, [packed_rows]) * scales.qk_scale
-        if spec.has_sinks:
+        if spec.scores.lse_shift_in_lse:
+            lse_shift_scaled = hl.load(lse_shift, [packed_rows]) * scales.qk_scale
+        if spec.scores.has_sinks:
             if spec.pack_gqa:
                 sink = hl.load(sinks, [head % heads])
             else:
@@ -446,12 +446,12 @@ def fp8_attn_fwd(
             # [bm], as far below the whole scores' as these scores are. Added to 0 the product is rounded here; left
             # alone, the subtractions below take it in as FMAs, and a large one differs from itself.
             sink_log2 = hl.zeros([bm], dtype=torch.float32) + sink * LOG2E
-            if spec.shifts_lse:
-                sink_log2 = sink_log2 - shift
+            if spec.scores.lse_shift_in_lse:
+                sink_log2 = sink_log2 - lse_shift_scaled
             rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, spec)
         # Before the output: with it after, ptxas waits for each single product where Q, K and V are of 16 bits.
         lse_rows = (split_head if spec.is_split_kv else head) * m_len + query
-        store_lse(lse, m_i, total, shift, lse_rows, row_in_range, spec.shifts_lse)
+        store_lse(lse, m_i, total, lse_shift_scaled, lse_rows, row_in_range, spec.scores.lse_shift_in_lse)
         out_rows = out_rows_of(query, head, split_head, heads, m_len, out_head_step, out_row_step, spec)
         if spec.split_v and not both_covered:
             mean_high, descale_high = v_rows(
@@ -513,33 +513,33 @@ def launch(
     q8, k8, v8 = a.packed.q8, a.packed.k8, a.packed.v8
     # Also stands for tensors that are not read: its view is there already.
     q_descale = a.packed.q_descale.view(-1)
-    sizes, choices = a.sizes(), a.choices()
+    sizes, spec_fields = a.sizes(), a.spec_fields()
     if rank_chunks is not None:
         # Positions, and not rows, are what edges are measured in.
-        sizes |= {"left": min(a.softmax.left, MAX_POSITION), "right": min(a.softmax.right, MAX_POSITION)}
+        sizes |= {"left": min(a.scores.left, MAX_POSITION), "right": min(a.scores.right, MAX_POSITION)}
     is_split_kv = splits > 1
     # Two to it are the rows of a query.
     group_log2 = (sizes["group"] - 1).bit_length() if pack_gqa else 0
     # Splits are BHSD, and without sinks.
     partial_out = out.new_empty((splits * lse.numel(), out.size(-1)), dtype=torch.float32) if is_split_kv else out
     partial_lse = lse.new_empty((splits, lse.numel())) if is_split_kv else lse
-    split_sinks = None if is_split_kv else a.softmax.sinks
+    split_sinks = None if is_split_kv else a.scores.sinks
     two_level = a.recipe.is_two_level(tile.two_level)
     block_max = two_level and v8.dtype.itemsize == 1
     schraudolph_exp2 = block_max and takes_bits(v8.dtype, tile.D_pad)
-    half_scores = schraudolph_exp2 and a.recipe.half_scores and a.softmax.is_linear
+    half_scores = schraudolph_exp2 and a.recipe.half_scores and a.scores.is_linear
     split_v = two_level and v8.size(2) > MAX_FRESH_D
     block_sparse = a.block_mask.lists is not None
     # Heads that share tiles have descales of their own.
-    choices["q_row_descales"] = choices["q_row_descales"] or pack_gqa
+    spec_fields["q_row_descales"] = spec_fields["q_row_descales"] or pack_gqa
     chunks = NO_CHUNKS if rank_chunks is None else rank_chunks
     query_tensors, query_spec = query_arguments(query, a, tile.bm)
     spec = AttentionSpec(
         s_bias=INT8_SCORE_BIAS if q8.dtype == torch.int8 and q8.is_cuda else 0.0,
         max_fused_scale=MAX_FUSED_HALF_SCALE_LOG2 if half_scores else MAX_FUSED_SCALE_LOG2[q8.dtype],
         p_offset_log2=float(a.recipe.p_offset),
-        **choices,
-        has_sinks=split_sinks is not None,
+        **spec_fields,
+        scores=a.scores.spec(has_lse_shift=a.packed.lse_shift is not None)._replace(has_sinks=split_sinks is not None),
         # The first block of a list need not be one that all rows see.
         first_block_max=first_block_max(q8.dtype, v8.dtype, tile.D_pad) and not block_sparse,
         two_level=two_level,
@@ -576,7 +576,7 @@ def launch(
             **query_tensors,
             "row_bounds": q_descale if bounds is None else bounds.rows,
             "block_bounds": q_descale if bounds is None else bounds.blocks,
-            **list_arguments(a.block_mask, sizes["heads"], q_descale),
+            **a.block_mask.arguments(sizes["heads"], q_descale),
             "out": partial_out.view(-1, out.size(-1)),
             "lse": partial_lse.view(-1),
             **sizes,
@@ -584,9 +584,9 @@ def launch(
             "head_group": choice.head_group,
             "chunks": chunks,
             "key_magic": magic(chunks.key_chunk_blocks),
-            "scales": a.softmax.scales(),
+            "scales": a.scores.scales(),
             "spec": spec,
         }
     )
     if is_split_kv:
-        merge_splits(partial_out, partial_lse, out, lse, a.bshd, a.softmax.sinks)
+        merge_splits(partial_out, partial_lse, out, lse, a.bshd, a.scores.sinks)

@@ -24,11 +24,11 @@ import functools
 import torch
 
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, helion, helion_config, hl
-from helion_attn.compiler.kernels import Compiled, compiled, interpreted
 from helion_attn.compiler.passes.expected import expected_passes
+from helion_attn.compiler.runners import Compiled, compiled, interpreted
 from helion_attn.configs import MAX_FRESH_D, MAX_PIECE, LargeTileConfig, largest_power_of_two
 from helion_attn.kernels.lib.keys import keys_of_head
-from helion_attn.kernels.lib.masks import visible_keys
+from helion_attn.kernels.lib.masks import masked_scores, visible_keys
 from helion_attn.kernels.lib.rows import in_order, rows_of_block
 from helion_attn.kernels.lib.specs import AttentionSpec, LargeSpec
 from helion_attn.kernels.lib.steps import (
@@ -169,7 +169,7 @@ def fp8_attn_fwd_large_d(
     k_descale: torch.Tensor,  # [B * H_kv * N_blocks] if k_block_descales, else [B * H_kv]
     v_descale: torch.Tensor,  # [B * H_kv * D_v_pad]; of a head all the same, unless v_channel_descales
     v_mean: torch.Tensor,  # [B * H_kv * D_v_pad]
-    lse_shift: torch.Tensor,  # [B * H * M_blocks * bm] if shift_lse
+    lse_shift: torch.Tensor,  # [B * H * M_blocks * bm] if has_lse_shift
     sinks: torch.Tensor,  # [H] if has_sinks
     out: torch.Tensor,  # [B * H * M, D_v], written
     lse: torch.Tensor,  # [B * H * M], written
@@ -186,7 +186,7 @@ def fp8_attn_fwd_large_d(
     large: hl.constexpr,  # LargeSpec
     spec: hl.constexpr,  # AttentionSpec
 ) -> None:
-    """The kernel; see the module's docstring, and `fp8_attn_fwd` for what is not said here."""
+    """Write `out` and `lse`, as the module's docstring says, and `fp8_attn_fwd`'s what is not said here."""
     # Passed on to Triton: the registers that the config's occupancy leaves to a thread.
     hl.register_tunable(MAX_REGISTERS, helion.autotuner.IntegerFragment(24, 255, 255))
     # Without these, more than 2**31 elements are read by pointers: see `fp8_attn_fwd`.
@@ -217,7 +217,7 @@ def fp8_attn_fwd_large_d(
     # Known strides keep the stores, and the loads of Q, 16 bytes wide.
     hl.specialize((out.stride(0), out.stride(1), v_mean.stride(0), q_descale.stride(0), q_flat.stride(0)))
 
-    heads_at_once = head_group if spec.has_right and not spec.has_left else 1
+    heads_at_once = head_group if spec.scores.has_right and not spec.scores.has_left else 1
     for grid_group, m_rank, of_group in hl.grid([bh_size // heads_at_once, m_blocks, large.v_slices * heads_at_once]):
         bh = grid_group * heads_at_once + of_group // large.v_slices
         # The slices of one query block are neighbours: they read the same K.
@@ -245,9 +245,9 @@ def fp8_attn_fwd_large_d(
         else:
             k_scale = k_descale[kv]
         # [bm], what smooth-K took from all of a row's scores
-        shift = hl.zeros([bm], dtype=torch.float32)
-        if spec.shifts_scores:
-            shift = hl.load(lse_shift, [packed_rows + hl.arange(bm)]) * scales.qk_scale
+        lse_shift_scaled = hl.zeros([bm], dtype=torch.float32)
+        if spec.scores.lse_shift_in_scores:
+            lse_shift_scaled = hl.load(lse_shift, [packed_rows + hl.arange(bm)]) * scales.qk_scale
         m_i = hl.full([bm], NO_KEY if spec.two_level else float("-inf"), dtype=torch.float32)
         m_run = m_i
         l_i = hl.zeros([bm, l_lanes], dtype=torch.float32)
@@ -267,15 +267,15 @@ def fp8_attn_fwd_large_d(
             v_tiles = channel_pieces(v_wide, v_narrow, kv, v_at, large.v_count, large.has_narrow_v)
             # [bm, bn]
             s = scores_of_pieces(q_tiles, keys_last(k_tiles), spec.is_cuda)
-            s, s_scale_log2 = softmax_input(s, s_scale_log2, scales, shift, spec)
+            s, s_scale_log2 = softmax_input(s, s_scale_log2, scales, lse_shift_scaled, spec)
             # Blocks at an edge of what is visible, and those of a large scale, in one branch: see `fp8_attn_fwd`.
             special = 1 - within + max(n_left - j, j + 1 - n_full, 0)
             if special > 0:
                 s = scaled(s, s_scale_log2, spec.softmax_row_descales)
                 # The key index is made inside the loop; kept outside, it takes registers throughout.
                 keys = j * bn + hl.arange(bn)
-                visible = visible_keys(keys, diagonal + hl.arange(bm), n_len, left, right, spec)
-                s = torch.where(visible, s, float("-inf"))
+                visible = visible_keys(keys, diagonal + hl.arange(bm), n_len, left, right, spec.scores)
+                s = masked_scores(s, visible, bm, bn, spec)
             s_scale_log2 = torch.where(special > 0, 1.0, s_scale_log2)
             p8, alpha, m_run, m_i, l_i = online_softmax_step(
                 s, 0.0, s_scale_log2, m_run, m_i, l_i, bm, bn, l_lanes, v_wide.dtype, spec
@@ -291,17 +291,17 @@ def fp8_attn_fwd_large_d(
             m_keys = torch.where(row_sum == 0.0, float("-inf"), m_i)
         rows = block.begin + hl.arange(bm)
         row_in_range = rows < m_len
-        if spec.shifts_lse:
-            shift = hl.load(lse_shift, [packed_rows + hl.arange(bm)]) * scales.qk_scale
-        if spec.has_sinks:
+        if spec.scores.lse_shift_in_lse:
+            lse_shift_scaled = hl.load(lse_shift, [packed_rows + hl.arange(bm)]) * scales.qk_scale
+        if spec.scores.has_sinks:
             # [bm], as far below the whole scores' as these scores are.
             sink_log2 = hl.zeros([bm], dtype=torch.float32) + sinks[bh % heads] * LOG2E
-            if spec.shifts_lse:
-                sink_log2 = sink_log2 - shift
+            if spec.scores.lse_shift_in_lse:
+                sink_log2 = sink_log2 - lse_shift_scaled
             rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, spec)
         # Every slice has the same; the first stores it. Before the output: see `fp8_attn_fwd`.
         first_slice_rows = rows < m_len * (1 - v_slice)
-        store_lse(lse, m_i, total, shift, bh * m_len + rows, first_slice_rows, spec.shifts_lse)
+        store_lse(lse, m_i, total, lse_shift_scaled, bh * m_len + rows, first_slice_rows, spec.scores.lse_shift_in_lse)
         out_rows = (bh // heads) * heads * m_len + (bh % heads) * out_head_step + rows * out_row_step
         first = v_slice * v_tile
         store_pieces(
@@ -361,8 +361,8 @@ def launch(tile: LargeTileConfig, a: AttentionArgs, out: torch.Tensor, lse: torc
         s_bias=0.0,
         max_fused_scale=MAX_FUSED_SCALE_LOG2[torch.float8_e4m3fn],
         p_offset_log2=float(a.recipe.p_offset),
-        **a.choices(),
-        has_sinks=a.softmax.sinks is not None,
+        **a.spec_fields(),
+        scores=a.scores.spec(has_lse_shift=lse_shift is not None),
         two_level=two_level,
         block_max=two_level,
         query=None,
@@ -383,12 +383,12 @@ def launch(tile: LargeTileConfig, a: AttentionArgs, out: torch.Tensor, lse: torc
             "v_descale": a.packed.v_descale.view(-1),
             "v_mean": a.packed.v_mean.view(-1),
             "lse_shift": q_descale if lse_shift is None else lse_shift.view(-1),
-            "sinks": q_descale if a.softmax.sinks is None else a.softmax.sinks,
+            "sinks": q_descale if a.scores.sinks is None else a.scores.sinks,
             "out": out.view(-1, out.size(-1)),
             "lse": lse.view(-1),
             **a.sizes(),
             "head_group": head_group,
-            "scales": a.softmax.scales(),
+            "scales": a.scores.scales(),
             "large": large,
             "spec": spec,
         }

@@ -49,7 +49,7 @@ from typing import NamedTuple
 import torch
 
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, Config, helion, hl
-from helion_attn.compiler.kernels import Runner, compiled, interpreted
+from helion_attn.compiler.runners import Runner, compiled, interpreted
 from helion_attn.configs import MAX_PIECE
 from helion_attn.configs.scheduling import MIN_ROWS
 from helion_attn.kernels.lib.inline_asm import e4m3_of_bits, exp2, fma, in_new_registers

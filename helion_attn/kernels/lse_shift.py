@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.kernels import Runner, compiled, interpreted
+from helion_attn.compiler.runners import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import fma
 from helion_attn.kernels.lib.strided import StridedRows
 from helion_attn.problem import DecodeArgs
@@ -120,7 +120,7 @@ def launch(a: DecodeArgs, q: StridedRows, unit: int, packed: bool) -> torch.Tens
     """
     # [H_kv, D_pad], or [H_kv, 1, D_pad] where pages are of one head
     k_mean = a.cache.k_mean
-    if k_mean is None or not a.shift_lse:
+    if k_mean is None or not a.needs_lse_shift:
         return None
     (B, H, M, D), d_pad = a.q.shape, k_mean.size(-1)
     lse_shift = k_mean.new_empty(B * H * M)
@@ -138,14 +138,14 @@ def launch(a: DecodeArgs, q: StridedRows, unit: int, packed: bool) -> torch.Tens
             "q_h_step": q.h_step,
             "q_s_step": q.s_step,
             # An edge further away hides nothing, and might not fit 32 bits.
-            "right": min(a.softmax.right, M),
-            "scale": a.softmax.scale / (1.0 if a.softmax.softcap is None else a.softmax.softcap),
+            "right": min(a.scores.right, M),
+            "scale": a.scores.scale / (1.0 if a.scores.softcap is None else a.scores.softcap),
             "spec": LseShiftSpec(
                 d=D,
                 d_step=q.d_step,
                 unit=unit,
                 d_pad=d_pad,
-                has_right=a.softmax.right >= 0,
+                has_right=a.scores.right >= 0,
                 packed=packed,
                 is_cuda=a.q.is_cuda,
             ),

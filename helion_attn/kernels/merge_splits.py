@@ -2,8 +2,8 @@
 
 A sink is one more term of the second sum, and of that alone. All is fp32.
 
-The identity is that of the online softmax (Milakov and Gimelshein, arXiv:1805.02867) and of FlashDecoding. A split_idx
-without a key has lse -inf and weighs nothing; a row without a key in any split_idx gives 0, and lse -inf.
+The identity is that of the online softmax (Milakov and Gimelshein, arXiv:1805.02867) and of FlashDecoding. A split
+without a key has lse -inf and weighs nothing; a row without a key in any split gives 0, and lse -inf.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.kernels import Runner, compiled, interpreted
+from helion_attn.compiler.runners import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import maximum
 from helion_attn.kernels.lib.keys import queries_of_batch, queries_of_sequence
 from helion_attn.kernels.lib.scalars import Int
@@ -35,7 +35,7 @@ class MergeSpec(NamedTuple):
         at_once: splits that a program reads at once.
         d_row: the power of two that holds a row.
         has_sinks: a head has one more logit.
-        has_shift: rows have something that all of their lse lack.
+        has_lse_shift: rows have a `lse_shift_scaled` that all of their lse lack.
         batch: a power of two that holds the sequences of a packed batch, or 0.
         of_few: parts are of `most_queries` queries of each sequence, those of `fp8_attn_decode`; or of all tokens.
         is_cuda: the kernel is compiled; otherwise interpreted.
@@ -44,7 +44,7 @@ class MergeSpec(NamedTuple):
     at_once: int
     d_row: int
     has_sinks: bool
-    has_shift: bool
+    has_lse_shift: bool
     batch: int
     of_few: bool
     is_cuda: bool
@@ -54,7 +54,7 @@ def merge_splits_kernel(
     partial_out: torch.Tensor,  # [splits * B * H * M, D_v]
     partial_lse: torch.Tensor,  # [splits, B * H * M]
     sinks: torch.Tensor,  # [H] if has_sinks
-    lse_shift: torch.Tensor,  # [B * H * M] if has_shift
+    lse_shift_scaled: torch.Tensor,  # [B * H * M] if has_lse_shift
     cu_seqlens: torch.Tensor,  # [B + 1] if batch
     seqlens: torch.Tensor,  # [B] if batch
     out: torch.Tensor,  # [B * H * M, D_v], written
@@ -71,7 +71,7 @@ def merge_splits_kernel(
     d = hl.specialize(partial_out.size(1))
     # Known strides keep loads 16 bytes wide.
     hl.specialize((partial_out.stride(0), partial_out.stride(1), out.stride(0), out.stride(1)))
-    hl.specialize((partial_lse.stride(1), sinks.stride(0), lse_shift.stride(0), lse.stride(0)))
+    hl.specialize((partial_lse.stride(1), sinks.stride(0), lse_shift_scaled.stride(0), lse.stride(0)))
     hl.specialize((cu_seqlens.stride(0), seqlens.stride(0)))
     for r in hl.grid(total_rows):
         if spec.batch:
@@ -112,7 +112,7 @@ def merge_splits_kernel(
                 sink = hl.load(sinks, [r // m_len % heads])
             largest = maximum(largest, sink, spec.is_cuda)
         # exp(-inf - -inf) would be NaN.
-        shift = torch.where(largest == float("-inf"), 0.0, largest)
+        finite_largest = torch.where(largest == float("-inf"), 0.0, largest)
         # [at_once]
         total = hl.zeros([spec.at_once], dtype=torch.float32)
         # [D_row]
@@ -122,7 +122,7 @@ def merge_splits_kernel(
             lse_of_split = torch.where(
                 split_idx < splits, hl.load(partial_lse, [split_idx, r], extra_mask=split_idx < splits), float("-inf")
             )
-            weight = torch.exp2((lse_of_split - shift) * LOG2E)
+            weight = torch.exp2((lse_of_split - finite_largest) * LOG2E)
             total = total + weight
             # [at_once, D_row]
             stored = (split_idx < splits).unsqueeze(1) & (cols < d).unsqueeze(0)
@@ -132,7 +132,7 @@ def merge_splits_kernel(
         of_keys = total.sum(0)
         sum_of_weights = of_keys
         if spec.has_sinks:
-            sum_of_weights = sum_of_weights + torch.exp2((sink - shift) * LOG2E)
+            sum_of_weights = sum_of_weights + torch.exp2((sink - finite_largest) * LOG2E)
         no_key = of_keys == 0.0
         if spec.has_sinks:
             no_key = no_key & (sum_of_weights == sum_of_weights)  # a sink that is NaN stays one
@@ -140,17 +140,17 @@ def merge_splits_kernel(
         if spec.batch:
             written = is_there.unsqueeze(1) & (cols < d).unsqueeze(0)
             hl.store(out, [out_row, cols], to_out_dtype(o, out.dtype).unsqueeze(0), extra_mask=written)
-            lse_of_row = shift + torch.log2(sum_of_weights) * LN2 + 0.0 * lse_row
-            if spec.has_shift:
-                lse_of_row = lse_of_row + hl.load(lse_shift, [lse_row], extra_mask=is_there)
+            lse_of_row = finite_largest + torch.log2(sum_of_weights) * LN2 + 0.0 * lse_row
+            if spec.has_lse_shift:
+                lse_of_row = lse_of_row + hl.load(lse_shift_scaled, [lse_row], extra_mask=is_there)
             hl.store(lse, [lse_row], lse_of_row, extra_mask=is_there)
         else:
             head = r // m_len % heads
             out_row = r // (heads * m_len) * heads * m_len + head * out_head_step + (r % m_len) * out_row_step
             hl.store(out, [out_row, cols], to_out_dtype(o, out.dtype), extra_mask=cols < d)
-            lse_of_row = shift + torch.log2(sum_of_weights) * LN2
-            if spec.has_shift:
-                lse_of_row = lse_of_row + hl.load(lse_shift, [r])
+            lse_of_row = finite_largest + torch.log2(sum_of_weights) * LN2
+            if spec.has_lse_shift:
+                lse_of_row = lse_of_row + hl.load(lse_shift_scaled, [r])
             lse[r] = lse_of_row
 
 
@@ -170,7 +170,7 @@ def merge_splits(
     lse: torch.Tensor,
     bshd: bool,
     sinks: torch.Tensor | None = None,
-    lse_shift: torch.Tensor | None = None,
+    lse_shift_scaled: torch.Tensor | None = None,
     batch: PackedBatch | None = None,
     seqlens: torch.Tensor | None = None,
 ) -> None:
@@ -183,7 +183,7 @@ def merge_splits(
         lse: fp32 [B, H, M], natural log.
         bshd: the layout of `out`.
         sinks: fp32 [H], of which no split has, or None.
-        lse_shift: fp32 [B * H * M], added to `lse`, or None.
+        lse_shift_scaled: fp32 [B * H * M], added to `lse`, or None.
         batch: if queries are packed; then B is 1 in out and lse.
         seqlens: int32, the keys of each of its sequences.
     """
@@ -196,7 +196,7 @@ def merge_splits(
             "partial_out": partial_out,
             "partial_lse": partial_lse,
             "sinks": flat_lse if sinks is None else sinks,
-            "lse_shift": flat_lse if lse_shift is None else lse_shift,
+            "lse_shift_scaled": flat_lse if lse_shift_scaled is None else lse_shift_scaled,
             "cu_seqlens": flat_lse if batch is None else batch.cu_seqlens,
             "seqlens": flat_lse if seqlens is None else seqlens,
             "out": out.view(-1, out.size(-1)),
@@ -210,7 +210,7 @@ def merge_splits(
                 at_once,
                 d_row,
                 has_sinks=sinks is not None,
-                has_shift=lse_shift is not None,
+                has_lse_shift=lse_shift_scaled is not None,
                 batch=0 if batch is None else batch.size,
                 of_few=batch is not None and batch.few,
                 is_cuda=out.is_cuda,

@@ -1,4 +1,4 @@
-"""`fp8_attn_fwd`: attention over packed tensors."""
+"""The operations of `attention` and `attention_quantized`: from unquantised tensors, and from packed ones."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helion_attn import calls
+from helion_attn import public_calls
 from helion_attn.compiler.buffers import sm_count
 from helion_attn.configs import LargeTileConfig
 from helion_attn.ops import flops
-from helion_attn.ops.choose import choose, shape_of
+from helion_attn.ops.choose import choose, shape_of, shape_of_dense
 from helion_attn.ops.declare import Operation
-from helion_attn.problem import AttentionArgs, Choice
+from helion_attn.problem import AttentionArgs, Choice, DenseArgs
+from helion_attn.types import PackedTensors
 
 if TYPE_CHECKING:
     from helion_attn.kernels.lib.query import Query
@@ -47,12 +48,52 @@ def attend(a: AttentionArgs, choice: Choice, query: Query | None = None) -> Outp
     return out, lse
 
 
+def attention_args(a: DenseArgs, packed: PackedTensors) -> AttentionArgs:
+    """Return what attends to its packed tensors."""
+    return AttentionArgs(
+        packed=packed,
+        m_len=a.q.size(2),
+        n_len=a.k.size(2),
+        d=a.q.size(3),
+        d_v=a.v.size(3),
+        scores=a.scores,
+        bshd=a.bshd,
+        out_dtype=a.out_dtype,
+        recipe=a.recipe,
+        num_splits=a.num_splits,
+        block_mask=a.block_mask,
+    )
+
+
+def _launch(a: DenseArgs) -> Outputs:
+    from helion_attn.kernels.lib.query import Query
+    from helion_attn.preprocess.pipeline import quantize_qkv
+
+    choice = choose(shape_of_dense(a), sm_count(a.q), a)
+    packed = attention_args(a, quantize_qkv(a, packs_q=not choice.quantises_q))
+    return attend(packed, choice, Query(a.q, a.rope) if choice.quantises_q else None)
+
+
+def _fake(a: DenseArgs) -> Outputs:
+    B, H, M, _D = a.q.shape
+    return empty_out_and_lse(a.q, (B, H, M), a.v.size(3), a.bshd, a.out_dtype)
+
+
 attention = Operation(
-    "fp8_attn_fwd",
+    "attention",
+    DenseArgs,
+    2,
+    _launch,
+    _fake,
+    flops=flops.of_attention,
+    call=public_calls.of_attention,
+)
+attention_quantized = Operation(
+    "attention_quantized",
     AttentionArgs,
     2,
     lambda a: attend(a, choose(shape_of(a), sm_count(a.packed.q8))),
     empty_outputs,
-    flops=flops.of_packed,
-    call=calls.of_packed,
+    flops=flops.of_attention_quantized,
+    call=public_calls.of_attention_quantized,
 )

@@ -38,7 +38,7 @@ class Shape(NamedTuple):
     m_len: int
     d: int
     d_v: int
-    softmax: ScoreOptions
+    scores: ScoreOptions
     recipe: Recipe
     num_splits: int | None
     block_sparse: bool
@@ -54,7 +54,7 @@ def shape_of(a: AttentionArgs, of: Literal["dense", "varlen", "ranks"] = "dense"
         m_len=a.m_len,
         d=a.d,
         d_v=a.d_v,
-        softmax=a.softmax,
+        scores=a.scores,
         recipe=a.recipe,
         num_splits=a.num_splits,
         block_sparse=a.block_mask.lists is not None,
@@ -72,7 +72,7 @@ def shape_of_dense(a: DenseArgs) -> Shape:
         m_len=M,
         d=D,
         d_v=a.v.size(3),
-        softmax=a.softmax,
+        scores=a.scores,
         recipe=a.recipe,
         num_splits=a.num_splits,
         block_sparse=a.block_mask.lists is not None,
@@ -80,10 +80,12 @@ def shape_of_dense(a: DenseArgs) -> Shape:
 
 
 @functools.lru_cache(4096)
-def _tile(of: str, d: int, d_v: int, causal: bool, bits: tuple[int, int], load: float) -> TileConfig | LargeTileConfig:
+def _tile(
+    of: str, d: int, d_v: int, has_right: bool, bits: tuple[int, int], load: float
+) -> TileConfig | LargeTileConfig:
     if of == "dense" and uses_large_d(d, d_v, bits):
-        return large_tile_config(d, d_v, causal, load)
-    return attention_tile_config(d, d_v, causal, bits, load)
+        return large_tile_config(d, d_v, has_right, load)
+    return attention_tile_config(d, d_v, has_right, bits, load)
 
 
 def choose(shape: Shape, sm_count: int, unpacked: DenseArgs | None = None) -> Choice:
@@ -94,15 +96,15 @@ def choose(shape: Shape, sm_count: int, unpacked: DenseArgs | None = None) -> Ch
         sm_count: SMs of the GPU.
         unpacked: the call, if its Q is not packed yet.
     """
-    softmax = shape.softmax
+    scores = shape.scores
     load = shape.heads[0] * shape.blocks[0] / sm_count
-    choice = Choice(_tile(shape.of, shape.d, shape.d_v, softmax.right >= 0, shape.recipe.bits, load))
+    choice = Choice(_tile(shape.of, shape.d, shape.d_v, scores.right >= 0, shape.recipe.bits, load))
     if shape.of == "dense" and not isinstance(choice.tile, LargeTileConfig):
         splits, pack_gqa = 1, False
         # How many key blocks a row block of a mask visits, and which heads visit the same, is on the GPU alone.
         if not shape.block_sparse:
             pack_gqa, splits = scheduling.schedule(
-                choice.tile, shape.heads, shape.blocks, shape.m_len, softmax.left, softmax.right, sm_count
+                choice.tile, shape.heads, shape.blocks, shape.m_len, scores.left, scores.right, sm_count
             )
         choice = Choice(choice.tile, splits if shape.num_splits is None else shape.num_splits, pack_gqa)
     if unpacked is not None and unpacked.norm.q_weight is None:
@@ -152,7 +154,7 @@ def _programs(a: Shape, choice: Choice) -> tuple[int, int]:
 
 def head_group(a: Shape, choice: Choice, sm_count: int) -> int:
     """How many heads come at once; of sequences that follow each other, the programs of those."""
-    if not (a.softmax.rows_differ or a.block_sparse) or choice.splits > 1:
+    if not (a.scores.rows_differ or a.block_sparse) or choice.splits > 1:
         return 1
     if a.of == "varlen":
         return scheduling.group_programs(sm_count, choice.tile.ctas_per_sm)
@@ -192,21 +194,21 @@ def _why_tile(choice: Choice, device: str) -> str:
 def _why_splits(a: Shape, choice: Choice, sm_count: int) -> str:
     tile = choice.tile
     if isinstance(tile, LargeTileConfig):
-        return "keys are not split: fp8_attn_fwd_large_d has no runs of keys"
+        return "keys are not split: fp8_attn_fwd_large_d has no split-KV"
     if a.num_splits is not None:
         return f"keys are {'split' if choice.splits > 1 else 'not split'}: num_splits says so"
     if a.block_sparse:
         return "keys are not split: how many blocks of them a program visits is not known here"
     heads, of_each = _programs(a, choice)
-    programs, places = heads * of_each, sm_count * tile.ctas_per_sm
-    of_all = f"{programs} programs for the {places} that the GPU holds at once"
+    programs, resident = heads * of_each, sm_count * tile.ctas_per_sm
+    of_all = f"{programs} programs for the {resident} that the GPU holds at once"
     if choice.splits > 1:
         return f"keys are split: {of_all} leave a part of it idle"
-    seen = scheduling.visible_key_blocks(a.blocks[1], a.softmax.left, a.softmax.right, tile.bm, tile.bn)
-    seen = min(seen, scheduling.mean_key_blocks(a.blocks[1], a.m_len, a.softmax.right, tile.bn))
-    if seen < (fewest := scheduling.MIN_RUNS * scheduling.MIN_RUN_BLOCKS):
+    seen = scheduling.visible_key_blocks(a.blocks[1], a.scores.left, a.scores.right, tile.bm, tile.bn)
+    seen = min(seen, scheduling.mean_key_blocks(a.blocks[1], a.m_len, a.scores.right, tile.bn))
+    if seen < (fewest := scheduling.MIN_SPLITS * scheduling.MIN_SPLIT_BLOCKS):
         return f"keys are not split: a program sees {seen} blocks of them, and merging pays from {fewest} on"
-    return f"keys are not split: there are {of_all}, and runs would not be {scheduling.SPLIT_GAIN} times as fast"
+    return f"keys are not split: there are {of_all}, and splits would not be {scheduling.SPLIT_GAIN} times as fast"
 
 
 def _why_groups(a: Shape, choice: Choice) -> str:

@@ -19,11 +19,11 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from helion_attn import plans
-from helion_attn.calls import Call
 from helion_attn.compiler.buffers import Draft
 from helion_attn.compiler.helion_adapter import multiprocessors
 from helion_attn.compiler.notice import LOG
 from helion_attn.debug_state import seen_so_far
+from helion_attn.public_calls import PublicCall
 
 Arguments = TypeVar("Arguments", bound=tuple[Any, ...])
 
@@ -117,7 +117,7 @@ class Operation(Generic[Arguments]):
         mutates: tuple[str, ...] = (),
         flops: Callable[[Arguments], int] | None = None,
         planned: bool = True,
-        call: Callable[[Arguments], Call] | None = None,
+        call: Callable[[Arguments], PublicCall] | None = None,
     ) -> None:
         """Register it.
 
@@ -179,7 +179,7 @@ class Operation(Generic[Arguments]):
         outputs = returned if isinstance(returned, tuple) else () if returned is None else (returned,)
         return plans.Plan(draft, outputs)
 
-    def call_of(self, arguments: Arguments) -> Call | None:
+    def call_of(self, arguments: Arguments) -> PublicCall | None:
         """Return the call of a public function that it is, or None."""
         return None if self._call is None else self._call(arguments)
 

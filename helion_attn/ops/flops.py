@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from helion_attn.problem import AttentionArgs, DecodeArgs, MultiRankArgs
 
 if TYPE_CHECKING:
-    from helion_attn.problem import VarlenArgs
+    from helion_attn.problem import DenseArgs, VarlenArgs
 
 
 def _products(scores: int, D: int, D_v: int) -> int:
@@ -25,7 +25,7 @@ def _has_values(x: torch.Tensor) -> bool:
     return not isinstance(x, FakeTensor) and x.device.type != "meta"
 
 
-def of_packed(a: AttentionArgs) -> int:
+def of_attention_quantized(a: AttentionArgs) -> int:
     """Count FLOPs of attention on packed tensors."""
     B, H = a.packed.q_descale.shape[:2]
     return _products(B * H * a.m_len * a.n_len, a.d, a.d_v)
@@ -37,13 +37,13 @@ def of_backward(a: AttentionArgs) -> int:
     return 2 * B * H * a.m_len * a.n_len * (3 * a.d + 2 * a.d_v)
 
 
-def of_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
+def of_attention(a: DenseArgs) -> int:
     """Count FLOPs of attention on unquantised tensors, BHSD."""
-    B, H, M, D = q.shape
-    return _products(B * H * M * k.size(2), D, v.size(3))
+    B, H, M, D = a.q.shape
+    return _products(B * H * M * a.k.size(2), D, a.v.size(3))
 
 
-def of_varlen(a: VarlenArgs) -> int:
+def of_attention_varlen(a: VarlenArgs) -> int:
     """Count FLOPs of attention on packed sequences."""
     (M, H, D), N = a.q.shape, a.k.size(0)
     pairs = M * N
@@ -53,7 +53,7 @@ def of_varlen(a: VarlenArgs) -> int:
     return _products(H * pairs, D, a.v.size(2))
 
 
-def of_gathered(a: MultiRankArgs) -> int:
+def of_attention_multi_rank(a: MultiRankArgs) -> int:
     """Count FLOPs of a rank's queries on the keys that a launch has."""
     B, H, M = a.lse.shape
     return _products(B * H * M * min(a.n_len, a.chunks.key_chunks * a.chunks.key_chunk_len), a.d, a.d_v)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from helion_attn import calls
+from helion_attn import public_calls
 from helion_attn.compiler.buffers import sm_count
 from helion_attn.configs import scheduling
 from helion_attn.ops import flops
@@ -39,21 +39,21 @@ def _launch_decode(a: DecodeArgs) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = empty_outputs(a)
     (B, H, M, _D), H_kv, max_pages = a.q.shape, a.cache.k8.size(1), a.block_table.size(1)
     queries, splits, sms = H // H_kv * M, a.splits, sm_count(a.q)
-    # More runs than pages would all be empty. A run's index times the pages fits 32 bits.
+    # More splits than pages would all be empty. A split's index times the pages fits 32 bits.
     most = min(max_pages, (2**31 - 1) // max(1, max_pages))
     if queries >= scheduling.MIN_PREFILL_ROWS:
         tile = prefill.prefill_tile(a.cache)
         if splits is None:
             programs = B * H_kv * -(-queries // tile.bm) * prefill.parts_of_v(a.cache.v8.size(2))
             queries_of_tile = -(-tile.bm * H_kv // H) + 1
-            pages = scheduling.visible_key_blocks(max_pages, a.softmax.left, 0, queries_of_tile, a.cache.page_size)
+            pages = scheduling.visible_key_blocks(max_pages, a.scores.left, 0, queries_of_tile, a.cache.page_size)
             splits = scheduling.key_splits(programs, pages, sms, tile.ctas_per_sm, scheduling.MIN_PAGES)
         prefill.launch(a, min(splits, most), out, lse)
         return out, lse
     rows = scheduling.decode_rows(queries)
     if splits is None:
         # The last query sees no keys after its own.
-        pages = scheduling.visible_key_blocks(max_pages, a.softmax.left, 0, M, a.cache.page_size)
+        pages = scheduling.visible_key_blocks(max_pages, a.scores.left, 0, M, a.cache.page_size)
         ctas_per_sm = decode.decode_tile(a.cache, rows).ctas_per_sm
         splits = scheduling.page_splits(B, B * H_kv * -(-queries // rows), pages, sms, ctas_per_sm)
     decode.launch(a, rows, min(splits, most), out, lse)
@@ -82,8 +82,8 @@ def _launch_step(a: StepArgs) -> torch.Tensor:
         block_table=a.block_table,
         cache_seqlens=a.seqlens,
         splits=a.splits,
-        softmax=a.softmax,
-        shift_lse=a.shift_lse,
+        scores=a.scores,
+        needs_lse_shift=a.needs_lse_shift,
         bshd=True,
         out_dtype=a.out.dtype,
     )
@@ -92,7 +92,7 @@ def _launch_step(a: StepArgs) -> torch.Tensor:
     if few.most_queries:
         rows, splits = scheduling.decode_rows(group * (1 + drafts)), a.splits
         if splits is None:
-            pages = scheduling.visible_key_blocks(width, a.softmax.left, 0, few.most_queries, page_size)
+            pages = scheduling.visible_key_blocks(width, a.scores.left, 0, few.most_queries, page_size)
             ctas_per_sm = decode.decode_tile(a.cache, rows).ctas_per_sm
             splits = scheduling.page_splits(B, B * H_kv * -(-group * few.most_queries // rows), pages, sms, ctas_per_sm)
         decode.launch(attends, rows, min(splits, most), out, lse.unsqueeze(0), few)
@@ -101,7 +101,7 @@ def _launch_step(a: StepArgs) -> torch.Tensor:
         if splits is None:
             queries = T if a.max_seqlen_q is None else min(T, a.max_seqlen_q)
             programs = H_kv * -(-group * T // tile.bm) * prefill.parts_of_v(a.cache.v8.size(2))
-            pages = scheduling.visible_key_blocks(width, a.softmax.left, 0, -(-tile.bm // group) + 1, page_size)
+            pages = scheduling.visible_key_blocks(width, a.scores.left, 0, -(-tile.bm // group) + 1, page_size)
             splits = scheduling.key_splits(programs, pages, sms, tile.ctas_per_sm, scheduling.MIN_PAGES)
             # With none of its own there is nothing to fill the GPU for.
             splits = 1 if queries <= few.most_queries else splits
@@ -120,7 +120,7 @@ append_kv = Operation(
     _launch_append,
     _empty_open_pages,
     mutates=("cache.k8", "cache.v8", "cache.k_descale", "cache.v_descale"),
-    call=calls.of_append,
+    call=public_calls.of_append,
 )
 decode = Operation(
     "fp8_attn_decode",
@@ -129,7 +129,7 @@ decode = Operation(
     _launch_decode,
     empty_outputs,
     flops=flops.of_decode,
-    call=calls.of_decode,
+    call=public_calls.of_decode,
 )
 step = Operation(
     "kv_cache_step",

@@ -21,21 +21,21 @@ from helion_attn.types import PackedTensors
 
 
 def _launch_describe(a: DescribeRankArgs) -> torch.Tensor:
-    from helion_attn.preprocess import shared
+    from helion_attn.preprocess import rank_samples
 
-    return shared.describe(a)
+    return rank_samples.describe(a)
 
 
 def _fake_describe(a: DescribeRankArgs) -> torch.Tensor:
-    from helion_attn.preprocess import shared
+    from helion_attn.preprocess import rank_samples
 
-    return a.q.new_empty(shared.kv_sample_shape(a))
+    return a.q.new_empty(rank_samples.kv_sample_shape(a))
 
 
 def _launch_quantize(a: QuantizeRankArgs) -> tuple[torch.Tensor, ...]:
-    from helion_attn.preprocess import shared
+    from helion_attn.preprocess import rank_samples
 
-    return all_tensors(shared.quantize(a))
+    return all_tensors(rank_samples.quantize(a))
 
 
 def blocks_of(gathered: torch.Tensor, offset: int, dtype: torch.dtype, block: tuple[int, int]) -> torch.Tensor:
@@ -69,7 +69,7 @@ def _launch_gathered(a: MultiRankArgs) -> None:
         n_len=a.n_len,
         d=a.d,
         d_v=a.d_v,
-        softmax=a.softmax,
+        scores=a.scores,
         bshd=a.bshd,
         out_dtype=a.out.dtype,
         recipe=a.recipe,
@@ -90,13 +90,13 @@ def _launch_merge(a: MergeArgs) -> None:
 
 describe_rank = Operation("describe_rank", DescribeRankArgs, 1, _launch_describe, _fake_describe, planned=False)
 quantize_rank = Operation("quantize_rank", QuantizeRankArgs, 10, _launch_quantize, empty_quantized, planned=False)
-attention_gathered = Operation(
-    "fp8_attn_gathered",
+attention_multi_rank = Operation(
+    "attention_multi_rank",
     MultiRankArgs,
     0,
     _launch_gathered,
     lambda a: None,
     mutates=("out", "lse"),
-    flops=flops.of_gathered,
+    flops=flops.of_attention_multi_rank,
 )
 merge_results = Operation("merge_results", MergeArgs, 0, _launch_merge, lambda a: None, mutates=("out", "lse"))

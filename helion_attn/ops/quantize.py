@@ -1,11 +1,11 @@
-"""`quantize_qkv` and `pack_qkv`: tensors to the packed format."""
+"""The operations of `quantize` and `pack`: tensors to the packed format."""
 
 from __future__ import annotations
 
 import torch
 
-from helion_attn import calls
-from helion_attn.configs import Packing, row_width
+from helion_attn import public_calls
+from helion_attn.configs import Packing
 from helion_attn.ops.declare import Operation
 from helion_attn.problem import DenseArgs, PackArgs, QuantizeArgs, QuantizeRankArgs
 from helion_attn.types import PackedTensors, Recipe
@@ -39,10 +39,10 @@ def empty_descales(
     means: tuple[int, int],
     packing: Packing,
     recipe: Recipe,
-    shift_lse: bool,
+    needs_lse_shift: bool,
 ) -> tuple[torch.Tensor, ...]:
     """The fp32 fields of `PackedTensors`; those that the recipe goes without are empty."""
-    of_channels = (*means, row_width(packing.D_pad, packing.D_v_pad))
+    of_channels = (*means, packing.D_row)
     shapes = (
         rows,
         keys,
@@ -50,7 +50,7 @@ def empty_descales(
         (*means, packing.D_v_pad),
         of_channels if recipe.smooth_k else (0,),
         of_channels if recipe.equalise else (0,),
-        rows if recipe.smooth_k and shift_lse else (0,),
+        rows if recipe.smooth_k and needs_lse_shift else (0,),
     )
     return tuple(like.new_empty(shape, dtype=torch.float32) for shape in shapes)
 
@@ -61,7 +61,7 @@ def all_tensors(packed: PackedTensors) -> tuple[torch.Tensor, ...]:
 
 
 def _launch_quantize(a: QuantizeArgs) -> tuple[torch.Tensor, ...]:
-    from helion_attn.preprocess.quantize import quantize_qkv
+    from helion_attn.preprocess.pipeline import quantize_qkv
 
     return all_tensors(quantize_qkv(a))
 
@@ -73,12 +73,14 @@ def empty_quantized(a: DenseArgs | QuantizeArgs | QuantizeRankArgs) -> tuple[tor
     keys = (B, H_kv, n_blocks if a.recipe.k_scales == "block" else 1)
     return (
         *empty_packed(a.q, B * H, B * H_kv, m_blocks, n_blocks, p, a.recipe.qk_dtype, a.recipe.pv_dtype),
-        *empty_descales(a.q, (B, H, m_blocks, p.bm), keys, (B, H_kv, p.D_v_pad), (B, H_kv), p, a.recipe, a.shift_lse),
+        *empty_descales(
+            a.q, (B, H, m_blocks, p.bm), keys, (B, H_kv, p.D_v_pad), (B, H_kv), p, a.recipe, a.needs_lse_shift
+        ),
     )
 
 
 def _launch_pack(a: PackArgs) -> tuple[torch.Tensor, ...]:
-    from helion_attn.preprocess.quantize import pack_qkv
+    from helion_attn.preprocess.pipeline import pack_qkv
 
     return pack_qkv(a)
 
@@ -89,12 +91,12 @@ def _fake_pack(a: PackArgs) -> tuple[torch.Tensor, ...]:
     return empty_packed(a.q, B * H, B * H_kv, m_blocks, n_blocks, p, a.q.dtype, a.v.dtype)
 
 
-quantize_qkv = Operation(
-    "quantize_qkv",
+quantize = Operation(
+    "quantize",
     QuantizeArgs,
     10,
     _launch_quantize,
     empty_quantized,
-    call=calls.of_quantize,
+    call=public_calls.of_quantize,
 )
-pack_qkv = Operation("pack_qkv", PackArgs, 3, _launch_pack, _fake_pack, call=calls.of_pack)
+pack = Operation("pack", PackArgs, 3, _launch_pack, _fake_pack, call=public_calls.of_pack)

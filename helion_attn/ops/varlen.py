@@ -1,4 +1,4 @@
-"""`fp8_attn_varlen`: attention of every sequence of a batch, from unquantised tensors to the output."""
+"""The operation of `attention_varlen`: every sequence of a batch, from unquantised tensors to the output."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from helion_attn import calls
+from helion_attn import public_calls
 from helion_attn.compiler.buffers import sm_count
 from helion_attn.ops import flops
 from helion_attn.ops.attention import Outputs
@@ -43,7 +43,7 @@ class PackedVarlen(PackedTensors):
 
 def quantize(a: VarlenArgs) -> PackedVarlen:
     """Every sequence by itself, quantised and packed."""
-    from helion_attn.preprocess.quantize import quantize_varlen
+    from helion_attn.preprocess.pipeline import quantize_varlen
 
     packed, q_blocks = quantize_varlen(a)
     return PackedVarlen(**vars(packed), q_blocks=q_blocks)
@@ -71,7 +71,7 @@ def attend(a: VarlenArgs, packed: PackedVarlen) -> Outputs:
         n_len=a.k.size(0),
         d=a.q.size(2),
         d_v=a.v.size(2),
-        softmax=a.softmax,
+        scores=a.scores,
         bshd=True,
         out_dtype=a.out_dtype,
         recipe=a.recipe,
@@ -83,11 +83,11 @@ def attend(a: VarlenArgs, packed: PackedVarlen) -> Outputs:
 
 
 attention_varlen = Operation(
-    "fp8_attn_varlen",
+    "attention_varlen",
     VarlenArgs,
     2,
     lambda a: attend(a, quantize(a)),
     empty_outputs,
-    flops=flops.of_varlen,
-    call=calls.of_varlen,
+    flops=flops.of_attention_varlen,
+    call=public_calls.of_attention_varlen,
 )

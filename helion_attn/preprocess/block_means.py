@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.kernels import Runner, compiled, interpreted
+from helion_attn.compiler.runners import by_device
 from helion_attn.configs import MASK_BLOCK
 from helion_attn.kernels.lib.strided import common_unit, load_rows, strided_rows
 from helion_attn.problem import BlockMeansArgs
@@ -49,7 +48,7 @@ def block_means(
     s_step: int,
     spec: hl.constexpr,  # BlockMeansSpec
 ) -> None:
-    """The kernel; the steps are those of `StridedRows`."""
+    """Write the mean of each block of rows; the steps are those of `StridedRows`."""
     hl.specialize((x.stride(0), means.stride(0), means.stride(1)))
     for bh, block in hl.grid([heads, blocks]):
         # A tensor may have more than 2**31 elements.
@@ -68,16 +67,11 @@ def block_means(
         hl.store(means, [bh * blocks + block, cols], total.sum(0) / count, extra_mask=cols < spec.d)
 
 
-@functools.cache
-def kernel(is_cuda: bool) -> Runner:
-    """The kernel for the device."""
-    if not is_cuda:
-        return interpreted(block_means)
-    return compiled(block_means, Config(num_warps=4, indexing="pointer"))
+kernel = by_device(block_means, Config(num_warps=4, indexing="pointer"))
 
 
 def launch(a: BlockMeansArgs) -> torch.Tensor:
-    """Find the means, fp32 [B, H, blocks, D]."""
+    """Return the means, fp32 [B, H, blocks, D]."""
     means = empty_means(a)
     B, H, S, D = a.x.shape
     unit = common_unit(a.x)
@@ -108,6 +102,6 @@ def launch(a: BlockMeansArgs) -> torch.Tensor:
 
 
 def empty_means(a: BlockMeansArgs) -> torch.Tensor:
-    """What `launch` fills."""
+    """Allocate what `launch` returns."""
     B, H, S, D = a.x.shape
     return a.x.new_empty((B, H, -(-S // MASK_BLOCK), D), dtype=torch.float32)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.kernels import Runner, compiled, interpreted
+from helion_attn.compiler.runners import by_device
 
 #: Row blocks of a program, and as many that they are compared with at once: 8 pairs a thread.
 ROWS, COMPARED = 8, 128
@@ -33,7 +32,7 @@ def list_order(
     m_blocks: int,
     spec: hl.constexpr,  # ListOrderSpec
 ) -> None:
-    """The kernel: a row block's place is how many go before it."""
+    """Write row blocks in their order: a row block's place is how many go before it."""
     hl.specialize((counts.stride(0), lists.stride(0), lists.stride(1)))
     for head, part in hl.grid([heads, (m_blocks + spec.n - 1) // spec.n]):
         # [n]
@@ -53,12 +52,7 @@ def list_order(
         hl.store(lists, [place, 1], count, extra_mask=row < m_blocks)
 
 
-@functools.cache
-def kernel(is_cuda: bool) -> Runner:
-    """The kernel for the device."""
-    if not is_cuda:
-        return interpreted(list_order)
-    return compiled(list_order, Config(num_warps=4, indexing="pointer"))
+kernel = by_device(list_order, Config(num_warps=4, indexing="pointer"))
 
 
 def launch(counts: torch.Tensor, lists: torch.Tensor) -> None:

@@ -8,14 +8,13 @@ MurmurHash3), so that no pattern of the bits decides.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
 import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.kernels import Runner, compiled, interpreted
+from helion_attn.compiler.runners import by_device
 from helion_attn.configs import MASK_BLOCK
 from helion_attn.kernels.lib.strided import WIDEST_LOAD
 from helion_attn.problem import MaskBitsArgs
@@ -93,7 +92,7 @@ def mask_bits(
     m_step: int,
     spec: hl.constexpr,  # MaskBitsSpec
 ) -> None:
-    """The kernel; see the module's docstring."""
+    """Write each block's bits, its kind, and the number by which equal blocks are found."""
     # Known strides keep loads and stores 16 bytes wide.
     hl.specialize((mask.stride(0), bits.stride(0), bits.stride(1), kinds.stride(0), keys.stride(0)))
     w = hl.specialize(bits.size(1))
@@ -157,16 +156,11 @@ def aligned_copy(mask: torch.Tensor) -> torch.Tensor:
     return room.expand(*mask.shape[:3], -1)
 
 
-@functools.cache
-def kernel(is_cuda: bool) -> Runner:
-    """The kernel for the device."""
-    if not is_cuda:
-        return interpreted(mask_bits)
-    return compiled(mask_bits, Config(num_warps=1, indexing="pointer", loop_orders=[[1, 0]]))
+kernel = by_device(mask_bits, Config(num_warps=1, indexing="pointer", loop_orders=[[1, 0]]))
 
 
 def launch(a: MaskBitsArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Find the bits.
+    """Return the bits of a mask, and of its blocks kinds and numbers.
 
     Returns:
         bits int32 [B, H, M_blocks, N_blocks, 128, 4], undefined but for blocks that are seen in part; kinds int32 and
@@ -211,7 +205,7 @@ def launch(a: MaskBitsArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def empty_bits(a: MaskBitsArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `launch` fills."""
+    """Allocate what `launch` returns."""
     B, H, M, _ = a.mask.shape
     blocks = (B, H, -(-M // MASK_BLOCK), -(-a.N // MASK_BLOCK))
     bits = a.mask.new_empty((*blocks, MASK_BLOCK, MASK_BLOCK // WORD), dtype=torch.int32)

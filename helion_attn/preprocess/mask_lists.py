@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.kernels import Runner, compiled, interpreted
+from helion_attn.compiler.runners import by_device
 from helion_attn.preprocess import list_order
 from helion_attn.preprocess.mask_bits import UNSEEN
 from helion_attn.problem import MaskListsArgs
@@ -44,7 +44,7 @@ def mask_lists(
     n_blocks: int,
     spec: hl.constexpr,  # MaskListsSpec
 ) -> None:
-    """The kernel: blocks that are seen move to the front of their row, in their order, and zeros follow."""
+    """Write the lists: blocks that are seen move to the front of their row, in their order, and zeros follow."""
     hl.specialize((kinds.stride(0), entries.stride(0), tile_of.stride(0), counts.stride(0)))
     for part in hl.grid((rows + spec.n - 1) // spec.n):
         # [n]
@@ -78,16 +78,11 @@ def mask_lists(
         hl.store(counts, [row], count, extra_mask=row < rows)
 
 
-@functools.cache
-def kernel(is_cuda: bool) -> Runner:
-    """The kernel for the device."""
-    if not is_cuda:
-        return interpreted(mask_lists)
-    return compiled(mask_lists, Config(num_warps=4, indexing="pointer"))
+kernel = by_device(mask_lists, Config(num_warps=4, indexing="pointer"))
 
 
 def launch(a: MaskListsArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Make the lists.
+    """Return the lists of the key blocks that row blocks visit.
 
     Returns:
         The fields `lists`, `entries` and `tile_of` of a `BlockMask`.
@@ -118,7 +113,7 @@ def launch(a: MaskListsArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def empty_lists(a: MaskListsArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `launch` fills."""
+    """Allocate what `launch` returns."""
     by_block = a.kinds.dtype == torch.bool
     new = functools.partial(a.kinds.new_empty, dtype=torch.int32)
     tile_of = a.kinds.new_zeros((1, 1, 1, 1), dtype=torch.int32) if by_block else new(a.kinds.shape)

@@ -7,13 +7,12 @@ Norms by head need no such number: the kernels that pack a row have all of it.
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.kernels import Runner, compiled, interpreted
+from helion_attn.compiler.runners import by_device
 from helion_attn.kernels.lib.norm import BY_HEAD, OVER_HEADS, Norm, Norms, no_norms
 from helion_attn.kernels.lib.strided import StridedQKV, load_rows
 from helion_attn.problem import NormArgs
@@ -68,7 +67,7 @@ def norm_factors(
     k_share: float,
     spec: hl.constexpr,  # NormFactorsSpec
 ) -> None:
-    """See the module's docstring; the steps are those of `StridedRows`. A share is 1 / (heads * D)."""
+    """Write each token's factor; the steps are those of `StridedRows`. A share is 1 / (heads * D)."""
     hl.specialize((q.stride(0), k.stride(0), q_factors.stride(0), k_factors.stride(0)))
     for b, q_tile in hl.grid([B, q_tiles]):
         rows = q_tile * spec.n + hl.arange(spec.n)
@@ -97,24 +96,16 @@ def norm_factors(
         hl.store(k_factors, [batch * N + keys], k_factor, extra_mask=keys < N)
 
 
-@functools.cache
-def kernel(is_cuda: bool) -> Runner:
-    """The kernel for the device."""
-    if not is_cuda:
-        return interpreted(norm_factors)
-    return compiled(norm_factors, Config(num_warps=4, indexing="pointer", range_num_stages=[0, STAGES, 0, STAGES]))
+kernel = by_device(norm_factors, Config(num_warps=4, indexing="pointer", range_num_stages=[0, STAGES, 0, STAGES]))
 
 
 def launch(source: StridedQKV, norm: NormArgs, unused: torch.Tensor) -> Norms:
-    """Run the kernel, if a norm is over heads.
+    """Return norms as kernels take them, with the factors of those that are over heads.
 
     Args:
         source: Q, K and V.
         norm: of Q and K.
         unused: stands for tensors that are not read.
-
-    Returns:
-        The norms as kernels take them.
     """
     D, lengths = source.D, (source.M, source.N)
     weights = (norm.q_weight, norm.k_weight)

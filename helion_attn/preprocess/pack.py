@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 import torch
 
 from helion_attn.kernels.lib.norm import Norms
-from helion_attn.kernels.lib.reflect import reflected_channels
 from helion_attn.kernels.lib.rope import RopeTables
 from helion_attn.kernels.lib.specs import RowSpec
 from helion_attn.kernels.lib.strided import StridedQKV
-from helion_attn.numerics import FORMAT_MAX, RECENTRED_KEYS
+from helion_attn.numerics import FORMAT_MAX, RECENTRED_KEYS, reflected_channels
 from helion_attn.preprocess import pack_kv, pack_q, recentre
 from helion_attn.preprocess.lib.hadamard import rotation
 from helion_attn.preprocess.lib.tiling import Tiling, tiling
@@ -20,7 +19,7 @@ from helion_attn.preprocess.sequences import Sequences
 from helion_attn.types import PackedTensors, Recipe
 
 
-class PackInputs(NamedTuple):
+class PackKernelInputs(NamedTuple):
     """What both kernels are given.
 
     Attributes:
@@ -72,7 +71,7 @@ class PackedQ(NamedTuple):
     Attributes:
         q8: [heads * tiles, q_tile, D_pad].
         q_descale: fp32 [heads, blocks * bm].
-        lse_shift: fp32 [heads, blocks * bm] with `shift_lse`, otherwise of one element.
+        lse_shift: fp32 [heads, blocks * bm] with `needs_lse_shift`, otherwise of one element.
     """
 
     q8: torch.Tensor
@@ -93,12 +92,12 @@ def launch(
     bm: int,
     bn: int,
     recipe: Recipe,
-    shift_lse: bool,
+    needs_lse_shift: bool,
     packs_q: bool = True,
     sequences: Sequences | None = None,
     all_keys: int | None = None,
 ) -> PackedTensors:
-    """Run the kernels.
+    """Return Q, K and V in the packed format.
 
     Args:
         source: Q, K and V.
@@ -108,7 +107,7 @@ def launch(
         bm: rows of a block of Q.
         bn: keys of a block of K and V.
         recipe: how they become 8- or 16-bit numbers.
-        shift_lse: whether somebody sees what smooth_k takes from the scores.
+        needs_lse_shift: whether somebody sees `lse_shift`, what smooth_k takes from the scores.
         packs_q: otherwise no block of Q is packed: attention quantises it.
         sequences: where those of a packed batch lie, or None. Then Q, K and V are [1, heads, tokens, head dim], and
             `stats` has every sequence's.
@@ -116,10 +115,10 @@ def launch(
 
     Returns:
         What is shaped as in `QuantizedQKV`, or as in `PackedVarlen`; k_mean and lse_shift are None without smooth_k,
-        lse_shift also without shift_lse, channel_factors without equalise.
+        lse_shift also without needs_lse_shift, channel_factors without equalise.
     """
     B, H, H_kv, D = source.B, source.H, source.H_kv, source.D
-    like, shift_lse = stats.v_mean, shift_lse and recipe.smooth_k
+    like, needs_lse_shift = stats.v_mean, needs_lse_shift and recipe.smooth_k
     # Few keys lose less by their rounding than the sum of it costs.
     sum_lost = recentres(recipe, source.N if all_keys is None else all_keys)
     note_peak = recipe.pv_dtype.itemsize == 1 and not recipe.is_given
@@ -127,7 +126,7 @@ def launch(
     signs, matrix, norm = like.new_empty(1), like.new_empty((1, 1)), 1.0
     if recipe.hadamard:
         signs, matrix, norm = rotation(D, source.D_row, recipe.hadamard_seed, like.device)
-    inputs = PackInputs(
+    inputs = PackKernelInputs(
         source=source,
         norms=norms,
         rope=rope,
@@ -165,7 +164,7 @@ def launch(
             explicit_positions=rope.explicit[1],
             normed=norms.k.normed,
             eps=norms.k.eps,
-            dot_mean=False,
+            has_lse_shift=False,
             subtract_mean=recipe.smooth_k,
             equalise=recipe.equalise,
             divide=True,
@@ -178,7 +177,7 @@ def launch(
         ),
     )
     kv = _pack_kv(inputs, sum_lost, note_peak)
-    q = _pack_q(inputs, shift_lse, packs_q)
+    q = _pack_q(inputs, needs_lse_shift, packs_q)
     v_mean = stats.v_mean
     if note_peak:
         v_mean = recentre.launch(source, kv.v_lost, kv.v_peak, kv.v8, kv.v_descale, v_mean, recipe, sum_lost, sequences)
@@ -196,11 +195,11 @@ def launch(
         v_mean=v_mean.view(-1, H_kv, source.D_v_pad),
         k_mean=stats.k_mean.view(-1, H_kv, source.D_row) if recipe.smooth_k else None,
         channel_factors=stats.channel_factors.view(-1, H_kv, source.D_row) if recipe.equalise else None,
-        lse_shift=q.lse_shift.view(B, H, m_blocks, bm) if shift_lse else None,
+        lse_shift=q.lse_shift.view(B, H, m_blocks, bm) if needs_lse_shift else None,
     )
 
 
-def _pack_kv(x: PackInputs, sum_lost: bool, note_peak: bool) -> PackedKV:
+def _pack_kv(x: PackKernelInputs, sum_lost: bool, note_peak: bool) -> PackedKV:
     """Pack K and V. Of packed sequences, each block is a head of its own."""
     source, t, recipe, like = x.source, x.tiling, x.recipe, x.stats.v_mean
     if x.sequences is None:
@@ -260,8 +259,8 @@ def _pack_kv(x: PackInputs, sum_lost: bool, note_peak: bool) -> PackedKV:
     return packed
 
 
-def _pack_q(x: PackInputs, shift_lse: bool, packs: bool) -> PackedQ:
-    """Pack Q, with each row's product with K's mean if `shift_lse`; without `packs` no row of it."""
+def _pack_q(x: PackKernelInputs, needs_lse_shift: bool, packs: bool) -> PackedQ:
+    """Pack Q, with each row's product with K's mean if `needs_lse_shift`; without `packs` no row of it."""
     source, t, recipe, like = x.source, x.tiling, x.recipe, x.stats.v_mean
     if x.sequences is None:
         q_blocks, heads, blocks = like.new_empty((1, 1), dtype=torch.int32), source.B * source.H, -(-source.M // x.bm)
@@ -272,7 +271,7 @@ def _pack_q(x: PackInputs, shift_lse: bool, packs: bool) -> PackedQ:
     packed = PackedQ(
         q8=like.new_empty((heads * tiles, t.q_tile, source.D_pad), dtype=recipe.qk_dtype),
         q_descale=like.new_empty((heads, rows)),
-        lse_shift=like.new_empty((heads, rows) if shift_lse else (1, 1)),
+        lse_shift=like.new_empty((heads, rows) if needs_lse_shift else (1, 1)),
     )
     if not packs:
         return packed
@@ -301,7 +300,7 @@ def _pack_q(x: PackInputs, shift_lse: bool, packs: bool) -> PackedQ:
                     explicit_positions=x.rope.explicit[0],
                     normed=x.norms.q.normed,
                     eps=x.norms.q.eps,
-                    dot_mean=shift_lse,
+                    has_lse_shift=needs_lse_shift,
                     subtract_mean=False,
                     divide=False,
                     vectors_first=t.q_vectors_first,

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, Config, helion, hl
-from helion_attn.compiler.kernels import Runner, compiled, interpreted
+from helion_attn.compiler.runners import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import maximum
 from helion_attn.kernels.lib.rotate import rotate_mean, with_factors
 from helion_attn.kernels.lib.row_layout import row_tile, rows_descale, rows_scale, rows_to_dtype, store_tile
@@ -117,7 +117,7 @@ def pack_kv(
     norm: float,
     spec: hl.constexpr,  # PackKVSpec
 ) -> None:
-    """See the module's docstring.
+    """Write blocks of K and V, and their descales.
 
     With `varlen` every block of a head is a "head" of its own, with one block: N is that of a block, and `k_blocks`, of
     `sequences`, says what it holds.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, Config, helion, hl
-from helion_attn.compiler.kernels import Runner, compiled, interpreted
+from helion_attn.compiler.runners import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import maximum
 from helion_attn.kernels.lib.rotate import with_factors
 from helion_attn.kernels.lib.row_layout import row_tile, rows_descale, rows_scale, rows_to_dtype, store_tile
@@ -38,7 +38,7 @@ class PackQSpec(NamedTuple):
         cap_registers: ptxas is told of a maximum.
         varlen: the sequences of a batch follow each other.
         wide: addresses need 64 bits.
-        rows: what is done to rows before they are scaled; with `dot_mean` their products with K's mean are stored.
+        rows: what is done to rows before they are scaled; with `has_lse_shift` `lse_shift` is stored.
     """
 
     unit: int
@@ -57,7 +57,7 @@ class PackQSpec(NamedTuple):
 
 def pack_q(
     q: torch.Tensor,  # flat
-    k_mean: torch.Tensor,  # [B * H_kv * D_row] if shift_lse
+    k_mean: torch.Tensor,  # [B * H_kv * D_row] if has_lse_shift
     channel_factors: torch.Tensor,  # [B * H_kv * D_row] if equalise
     cos: torch.Tensor,  # [table_rows * rotary / 2]
     sin: torch.Tensor,  # [table_rows * rotary / 2]
@@ -69,7 +69,7 @@ def pack_q(
     q_blocks: torch.Tensor,  # [M_blocks, Q_FIELDS] if varlen
     q8: torch.Tensor,  # [B * H * m_tiles, q_tile, D_pad], written
     q_descale: torch.Tensor,  # [B * H, m_tiles * q_tile], written
-    lse_shift: torch.Tensor,  # [B * H, m_tiles * q_tile], written if shift_lse
+    lse_shift: torch.Tensor,  # [B * H, m_tiles * q_tile], written if has_lse_shift
     m_tiles: int,
     H: int,
     H_kv: int,
@@ -83,7 +83,7 @@ def pack_q(
     norm: float,
     spec: hl.constexpr,  # PackQSpec
 ) -> None:
-    """See the module's docstring.
+    """Write blocks of Q, and their rows' descales.
 
     With `varlen` every block of a head is a "head" of its own, with one block: M is that of a block, and `q_blocks`, of
     `sequences`, says what it holds.
@@ -128,7 +128,7 @@ def pack_q(
         mean = hl.zeros([of_rows.d_row], dtype=torch.float32)
         of_channel = hl.zeros([of_rows.d_row], dtype=torch.float32)
         sign = hl.zeros([of_rows.d_row], dtype=torch.bfloat16)
-        if of_rows.vectors_first and of_rows.dot_mean:
+        if of_rows.vectors_first and of_rows.has_lse_shift:
             mean = hl.load(k_mean, [first_channel + hl.arange(of_rows.d_row)])
         if of_rows.vectors_first and of_rows.equalise:
             of_channel = hl.load(channel_factors, [first_channel + hl.arange(of_rows.d_row)])
@@ -170,7 +170,7 @@ def pack_q(
                 peak = maximum(peak, torch.amax(torch.abs(x), 1) * factor, of_rows.is_cuda)
         for q_tile_index in hl.grid(q_index * spec.q_run, q_end):
             rows = q_tile_index * q_tile + hl.arange(q_tile)
-            x, product, factor = row_tile(
+            x, row_lse_shift, factor = row_tile(
                 flat=q,
                 cos=cos,
                 sin=sin,
@@ -210,8 +210,8 @@ def pack_q(
                 of_rows.d_row,
             )
             hl.store(q_descale, [q_bh, rows], descale)
-            if of_rows.dot_mean:
-                hl.store(lse_shift, [q_bh, rows], product)
+            if of_rows.has_lse_shift:
+                hl.store(lse_shift, [q_bh, rows], row_lse_shift)
 
 
 @functools.cache

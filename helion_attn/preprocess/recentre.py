@@ -15,13 +15,12 @@ Methods in Financial Engineering, 2004, section 4.1).
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.kernels import Runner, compiled, interpreted
+from helion_attn.compiler.runners import by_device
 from helion_attn.kernels.lib.inline_asm import maximum
 from helion_attn.kernels.lib.steps import to_descale
 from helion_attn.kernels.lib.strided import StridedQKV, row_channels
@@ -87,10 +86,10 @@ def recentre(
     d_v_at_run_time: int,
     spec: hl.constexpr,  # RecentreSpec
 ) -> None:
-    """See the module's docstring. `n_blocks` are those of a head; with `varlen`, those of all sequences.
+    """Write what is added to V, and pack heads of V again whose entries had no room.
 
-    With `varlen` sequences of fewer than `least` keys keep the mean that was subtracted. `room` is what still rounds to
-    the format's largest number.
+    `n_blocks` are those of a head; with `varlen`, those of all sequences. With `varlen` sequences of fewer than `least`
+    keys keep the mean that was subtracted. `room` is what still rounds to the format's largest number.
     """
     d_tile, bn = hl.specialize((v8.size(1), v8.size(2)))
     d_tiles = hl.specialize(v_peak.size(1))
@@ -186,12 +185,7 @@ def recentre(
                 hl.store(corrected, [head, cols], mean + lost / divisor)
 
 
-@functools.cache
-def kernel(is_cuda: bool) -> Runner:
-    """The kernel for the device."""
-    if not is_cuda:
-        return interpreted(recentre)
-    return compiled(recentre, Config(num_warps=8, indexing="pointer"))
+kernel = by_device(recentre, Config(num_warps=8, indexing="pointer"))
 
 
 def launch(
@@ -205,7 +199,7 @@ def launch(
     center: bool,
     sequences: Sequences | None = None,
 ) -> torch.Tensor:
-    """Run the kernel; returns what V's dequantised entries are added to, shaped as `v_mean`.
+    """Return what V's dequantised entries are added to, shaped as `v_mean`; pack V again where it had no room.
 
     Args:
         source: of V.

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.kernels import Runner, compiled, interpreted
+from helion_attn.compiler.runners import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import maximum, minimum
 from helion_attn.kernels.lib.norm import NO_NORM, OVER_HEADS, Norms
 from helion_attn.kernels.lib.rope import NO_ROPE, RopeTables, rope_rows
@@ -308,7 +308,7 @@ def sample(
     table_rows: int,
     spec: hl.constexpr,  # SampleSpec
 ) -> None:
-    """See the module's docstring; the steps are those of `StridedRows`, the RoPE arguments those of `rope_rows`."""
+    """Write what a sample says of a head. Steps are those of `StridedRows`, RoPE's arguments those of `rope_rows`."""
     d_row = hl.specialize(v_amax.size(1))
     d_v_pad = hl.specialize(v_mean.size(1))
     hl.specialize((q.stride(0), k.stride(0), v.stride(0), cos.stride(0), sin.stride(0)))
@@ -444,7 +444,7 @@ def kernel(is_cuda: bool, whole_rows: bool) -> Runner:
 def launch(
     source: StridedQKV, norms: Norms, rope: RopeTables, recipe: Recipe, sequences: Sequences | None = None
 ) -> Sampled:
-    """Run the kernel, if anything of Q, K or V must be known.
+    """Return what samples say of Q, K and V; without a kernel if nothing of them must be known.
 
     Args:
         source: Q, K and V.

@@ -12,13 +12,12 @@ the range of tokens, no token is of any sequence.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.kernels import Runner, compiled, interpreted
+from helion_attn.compiler.runners import by_device
 from helion_attn.configs import Q_FIELDS, blocks_for
 
 #: Fields of a block of K and V: the sequence; the block's first token; how many follow in the sequence. The fourth,
@@ -88,7 +87,7 @@ def describe(
     chunks: int,
     spec: hl.constexpr,  # DescribeSpec
 ) -> None:
-    """See the module's docstring. A program for each interval, and one for the blocks that remain."""
+    """Write where blocks of Q, K and V lie. A program for each interval, and one for the blocks that remain."""
     hl.specialize((cu_q.stride(0), cu_k.stride(0)))
     B = cu_q.size(0) - 1
     for program in hl.grid(B + 3):
@@ -212,12 +211,7 @@ def query_source(
     return sequence * (heads // group) + own_head // group, rows - begin, offset
 
 
-@functools.cache
-def kernel(is_cuda: bool) -> Runner:
-    """The kernel for the device."""
-    if not is_cuda:
-        return interpreted(describe)
-    return compiled(describe, Config(num_warps=4, indexing="pointer"))
+kernel = by_device(describe, Config(num_warps=4, indexing="pointer"))
 
 
 class Sequences(NamedTuple):
@@ -235,7 +229,7 @@ class Sequences(NamedTuple):
 
 
 def launch(cu_q: torch.Tensor, cu_k: torch.Tensor, m_tokens: int, n_tokens: int, bm: int, bn: int) -> Sequences:
-    """Run the kernel.
+    """Return where the sequences of a batch lie.
 
     Args:
         cu_q: int32 [B + 1], contiguous: `cu_seqlens` of Q.

@@ -6,24 +6,23 @@ The row helpers are those of `pack`, so what this returns is what `quantize` cas
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.kernels import Runner, compiled, interpreted
-from helion_attn.configs import packing, row_width
+from helion_attn.compiler.runners import by_device
+from helion_attn.configs import packing
 from helion_attn.kernels.lib.norm import NO_NORM
-from helion_attn.kernels.lib.reflect import reflected_channels
 from helion_attn.kernels.lib.rope import rope_tables
 from helion_attn.kernels.lib.rotate import with_factors
 from helion_attn.kernels.lib.row_layout import row_tile
 from helion_attn.kernels.lib.specs import RowSpec
 from helion_attn.kernels.lib.strided import common_unit, strided_rows
+from helion_attn.numerics import reflected_channels
 from helion_attn.preprocess.lib.hadamard import rotation
 from helion_attn.preprocess.lib.tiling import PACK_ELEMENTS, ROTATED_TILES
-from helion_attn.problem import TransformArgs
+from helion_attn.problem import TransformRowsArgs
 
 
 class TransformSpec(NamedTuple):
@@ -64,7 +63,7 @@ def transform(
     norm: float,
     spec: hl.constexpr,  # TransformSpec
 ) -> None:
-    """See the module's docstring; the steps are those of `StridedRows`, and those of `out` count rows."""
+    """Write rows, transformed; the steps are those of `StridedRows`, and those of `out` count rows."""
     d = hl.specialize(out.size(1))
     side = hl.specialize(rotation_matrix.size(0))
     hl.specialize((x.stride(0), cos.stride(0), sin.stride(0), signs.stride(0)))
@@ -115,20 +114,15 @@ def transform(
             hl.store(out, [out_offset + rows * out_s_rows, cols], y.to(out.dtype), extra_mask=inside)
 
 
-@functools.cache
-def kernel(is_cuda: bool) -> Runner:
-    """The kernel for the device."""
-    if not is_cuda:
-        return interpreted(transform)
-    return compiled(transform, Config(num_warps=8, indexing="pointer"))
+kernel = by_device(transform, Config(num_warps=8, indexing="pointer"))
 
 
-def launch(a: TransformArgs, out: torch.Tensor) -> None:
+def launch(a: TransformRowsArgs, out: torch.Tensor) -> None:
     """Write `out`, contiguous, in x's dtype and the layout that `a` asks for."""
     x, hadamard = a.x, a.hadamard_seed is not None
     B, H, S, D = x.shape
     padded = packing(D, D)
-    D_row = row_width(padded.D_pad, padded.D_v_pad)
+    D_row = padded.D_row
     n = PACK_ELEMENTS // D_row
     unit = common_unit(x)
     source = strided_rows(x, unit)
@@ -171,7 +165,7 @@ def launch(a: TransformArgs, out: torch.Tensor) -> None:
                     explicit_positions=rope.explicit[0],
                     normed=NO_NORM,
                     eps=1.0,
-                    dot_mean=False,
+                    has_lse_shift=False,
                     subtract_mean=False,
                     equalise=False,
                     divide=False,

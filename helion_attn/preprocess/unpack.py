@@ -6,14 +6,14 @@ What is rotated goes through `dequantize.unpack`.
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.kernels import Runner, compiled, interpreted
-from helion_attn.kernels.lib.reflect import reflect_rows, reflected_channels
+from helion_attn.compiler.runners import by_device
+from helion_attn.kernels.lib.reflect import reflect_rows
+from helion_attn.numerics import reflected_channels
 from helion_attn.types import PackedTensors, Recipe
 
 #: Elements of a tile of rows.
@@ -53,7 +53,7 @@ def unpack_rows(
     out_s_rows: int,
     spec: hl.constexpr,  # UnpackSpec
 ) -> None:
-    """See the module's docstring."""
+    """Write rows of Q or K, of 16 bits."""
     d = hl.specialize(out.size(1))
     d_pad = hl.specialize(x8.size(1))
     hl.specialize((descale.stride(0), channel_factors.stride(0)))
@@ -102,7 +102,7 @@ def unpack_values(
     out_s_rows: int,
     spec: hl.constexpr,  # ValuesSpec
 ) -> None:
-    """See the module's docstring."""
+    """Write V in the order of its keys, of 16 bits."""
     d = hl.specialize(out.size(1))
     bn = hl.specialize(v8.size(1))
     hl.specialize((descale.stride(0), mean.stride(0)))
@@ -122,16 +122,8 @@ def unpack_values(
         hl.store(out, [first + keys * out_s_rows, cols], x.to(out.dtype).permute(1, 0), extra_mask=inside)
 
 
-@functools.cache
-def rows_kernel(is_cuda: bool) -> Runner:
-    """The kernel of Q and K for the device."""
-    return compiled(unpack_rows, Config(num_warps=4, indexing="pointer")) if is_cuda else interpreted(unpack_rows)
-
-
-@functools.cache
-def values_kernel(is_cuda: bool) -> Runner:
-    """The kernel of V for the device."""
-    return compiled(unpack_values, Config(num_warps=8, indexing="pointer")) if is_cuda else interpreted(unpack_values)
+rows_kernel = by_device(unpack_rows, Config(num_warps=4, indexing="pointer"))
+values_kernel = by_device(unpack_values, Config(num_warps=8, indexing="pointer"))
 
 
 def takes(packed: PackedTensors, recipe: Recipe) -> bool:
@@ -143,7 +135,7 @@ def takes(packed: PackedTensors, recipe: Recipe) -> bool:
 def launch(
     packed: PackedTensors, M: int, N: int, D: int, D_v: int, recipe: Recipe, dtype: torch.dtype, bshd: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Unpack tensors that the kernels take.
+    """Return q, k and v as 16-bit rows, of tensors that the kernels take.
 
     Returns:
         q [B, H, M, D], k [B, H_kv, N, D] less its mean, and v [B, H_kv, N, D_v] with its own, of `dtype`; contiguous,

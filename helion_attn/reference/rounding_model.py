@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 import torch
 from typing_extensions import Unpack
 
-from helion_attn.configs import packing, row_width
+from helion_attn.configs import packing
 from helion_attn.names import with_scores
 from helion_attn.numerics import (
     DESCALE_MIN,
@@ -244,7 +244,7 @@ def transform(
     if rope is not None:
         q_rope, k_rope = (x.float() for x in apply_rope_qk(q_rope, k_rope, rope))
     k_mean = _sampled_mean(k_rope, recipe.smooth_k)
-    group, D_row = q.size(1) // k.size(1), row_width(tile.D_pad, tile.D_v_pad)
+    group, D_row = q.size(1) // k.size(1), tile.D_row
     factors = torch.ones_like(k_mean)
     if recipe.equalise:
         over_heads = q_norm is not None and q_norm.weight.size(0) > q.size(3)
@@ -456,7 +456,7 @@ def attend(
 
     own = recipe.bits[1] == 8 and recipe.promote_every != 0
     bits = own and takes_bits(recipe.pv_dtype, max(D, D_v))
-    half = bits and recipe.half_scores and softcap is None
+    half = bits and recipe.half_scores and scores.is_linear
     visible = visible_scores(block_mask, B, H)
 
     def walk(keeps: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -509,7 +509,7 @@ def attend(
         m_i, l_i, acc = (torch.where(again, x, kept) for x, kept in zip(walk(False), (m_i, l_i, acc), strict=True))
     # [B, H, M, 1]. The lse of the keys alone, then with the sink; keys hold `key_share` of the probability.
     lse = (m_i + torch.log2(l_i)) * LN2
-    if softcap is None:
+    if scores.is_linear:
         lse = lse + scale * r.lse_shift.unsqueeze(3)
     key_share = torch.ones_like(lse)
     if sinks is not None:

@@ -11,7 +11,7 @@ import torch
 import helion_attn as ha
 from helion_attn.api import dense_problem
 from helion_attn.backward import dense, kernels
-from helion_attn.backward.dense import dense_backward, dense_training
+from helion_attn.backward.dense import attention_backward, attention_training
 from helion_attn.testing import relative_error
 from helpers.gradients import Tensors, errors, exact, exact_gradients, inputs
 from helpers.memory import nan_filled_memory
@@ -222,7 +222,7 @@ def test_probabilities_are_those_of_the_forward_pass() -> None:
     """Where scores have a deviation of 30 a row of them sums to 1 but for P's rounding."""
     q, k, v = inputs("wider", 1, 1, 200, 200, 64)[:3]
     a = dense_problem(q, k, v)
-    asked = dense._kept(a, dense_training(a))
+    asked = dense._kept(a, attention_training(a))
     q2, k2, _ = dense.dequantised(asked.forward, torch.float32)
     p = torch.exp(q2 @ k2.mT / 8 - asked.lse.unsqueeze(3))
     assert (p.sum(3) - 1).abs().max() < 0.07
@@ -273,12 +273,12 @@ def test_opcheck() -> None:
         a = dense_problem(q, k, v, causal=True, sinks=sinks, return_lse=True, recipe=recipe)
         # The other check sums outputs, which e4m3 has not.
         checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-        values = dense_training.values(a)
-        torch.library.opcheck(torch.ops.helion_attn.fp8_attn_dense_training, values, test_utils=checks)
+        values = attention_training.values(a)
+        torch.library.opcheck(torch.ops.helion_attn.attention_training, values, test_utils=checks)
     # Of 16 bits, since the checks multiply inputs.
-    asked = dense._kept(a, dense_training(a))
-    detached = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in dense_backward.values(asked))
-    torch.library.opcheck(torch.ops.helion_attn.fp8_attn_dense_backward, detached)
+    asked = dense._kept(a, attention_training(a))
+    detached = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in attention_backward.values(asked))
+    torch.library.opcheck(torch.ops.helion_attn.attention_backward, detached)
 
 
 SMALL = {"M": 4096, "N": 4096, "D": 128, "D_v": 128}
@@ -304,7 +304,7 @@ CHOICES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 def test_which_kernel(name: str, options: dict[str, Any], changed: dict[str, Any]) -> None:
     q = torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16)
     case = kernels.Case(
-        is_cuda=True, M=4096, N=4096, D=128, D_v=128, softmax=dense_problem(q, q, q, **options).softmax,
+        is_cuda=True, M=4096, N=4096, D=128, D_v=128, scores=dense_problem(q, q, q, **options).scores,
         block_sparse=False, has_lse_gradient=False, packed_sequences=False,
     )  # fmt: skip
     chosen = kernels.choose(case._replace(**changed))

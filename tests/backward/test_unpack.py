@@ -28,14 +28,14 @@ def test_values(recipe: Any, D: int, bshd: bool, device: str) -> None:
     qkv = ha.quantize(q, k, v, recipe=recipe)
     assert unpack.takes(qkv, qkv.recipe)
     sizes = 70, 150, D, D, qkv.recipe
-    asked = dense.DequantiseArgs(qkv, *sizes, torch.float32, bshd)
-    for x, y in zip(dense.dequantise(asked), expected_of(qkv, *sizes), strict=True):
+    asked = dense.DequantizeRowsArgs(qkv, *sizes, torch.float32, bshd)
+    for x, y in zip(dense.dequantize_rows(asked), expected_of(qkv, *sizes), strict=True):
         assert (x.transpose(1, 2) if bshd else x).is_contiguous()
         assert ((x - y).norm() / y.norm()).item() < 2**-22
     halves = asked._replace(dtype=torch.bfloat16)
-    assert {x.dtype for x in dense.dequantise(halves)} == {torch.bfloat16}
-    op = torch.ops.helion_attn.fp8_attn_dequantise
-    torch.library.opcheck(op, dense.dequantise.values(halves), test_utils="test_faketensor")
+    assert {x.dtype for x in dense.dequantize_rows(halves)} == {torch.bfloat16}
+    op = torch.ops.helion_attn.dequantize_rows
+    torch.library.opcheck(op, dense.dequantize_rows.values(halves), test_utils="test_faketensor")
 
 
 def test_what_kernels_do_not_take() -> None:

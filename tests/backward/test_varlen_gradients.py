@@ -9,7 +9,7 @@ import torch
 
 import helion_attn as ha
 from helion_attn.backward import varlen
-from helion_attn.backward.varlen import varlen_training
+from helion_attn.backward.varlen import attention_varlen_training
 from helion_attn.varlen import varlen_problem
 from helpers.gradients import errors, exact_gradients
 from helpers.memory import nan_filled_memory
@@ -92,7 +92,7 @@ def test_tokens_of_the_packed_format_are_found() -> None:
     q, k, v, _ = tokens(2, 1, 64, 334, 307)
     cu_q, cu_k = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 130, 130, 330], [0, 200, 230, 300]))
     a = varlen_problem(q, k, v, cu_q, cu_k)
-    asked = varlen._kept(a, varlen_training(a))
+    asked = varlen._kept(a, attention_varlen_training(a))
     queries, keys = varlen.query_tokens(asked), varlen.key_tokens(asked)
     q2, k2, v2 = varlen.dequantised(asked, queries, keys)
     assert asked.packed.k_mean is not None
@@ -108,8 +108,10 @@ def test_opcheck() -> None:
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     for recipe in ("balanced", "bf16"):
         a = varlen_problem(q, k, v, ends, ends, causal=True, return_lse=True, recipe=recipe)
-        values = varlen_training.values(a)
-        torch.library.opcheck(torch.ops.helion_attn.fp8_attn_varlen_training, values, test_utils=checks)
-    asked = varlen._kept(a, varlen_training(a))._replace(d_lse=None)
-    detached = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in varlen.varlen_backward.values(asked))
-    torch.library.opcheck(torch.ops.helion_attn.fp8_attn_varlen_backward, detached)
+        values = attention_varlen_training.values(a)
+        torch.library.opcheck(torch.ops.helion_attn.attention_varlen_training, values, test_utils=checks)
+    asked = varlen._kept(a, attention_varlen_training(a))._replace(d_lse=None)
+    detached = tuple(
+        x.detach() if isinstance(x, torch.Tensor) else x for x in varlen.attention_varlen_backward.values(asked)
+    )
+    torch.library.opcheck(torch.ops.helion_attn.attention_varlen_backward, detached)

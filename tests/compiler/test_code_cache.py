@@ -34,7 +34,7 @@ from helion_attn.compiler.helion_adapter import (
     imported,
     kernel_to_compile,
 )
-from helion_attn.compiler.kernels import Compiled, compiled
+from helion_attn.compiler.runners import Compiled, compiled
 from helion_attn.compiler.slower import SlowerWarning, warn_slower
 from helpers.calls import (
     attend,

@@ -38,11 +38,11 @@ ROWS = list(zip(ALL_TILES, read_table(TABLE) + read_table(LARGE_D_TABLE), strict
 
 def tile_id(tile: TileConfig | LargeTileConfig) -> str:
     kind = f"{tile.qk_bits}-{tile.pv_bits}" if isinstance(tile, TileConfig) else f"v{tile.v_tile}"
-    return f"{kind}-d{tile.D_pad}-{'causal' if tile.causal else 'full'}-up-to-{tile.max_query_blocks_per_sm}"
+    return f"{kind}-d{tile.D_pad}-{'causal' if tile.has_right else 'full'}-up-to-{tile.max_query_blocks_per_sm}"
 
 
 def test_every_head_dim_and_mask_has_a_row_for_any_launch() -> None:
-    default = [(t.bits, t.D_pad, t.causal) for t in TILE_CONFIGS if t.max_query_blocks_per_sm == math.inf]
+    default = [(t.bits, t.D_pad, t.has_right) for t in TILE_CONFIGS if t.max_query_blocks_per_sm == math.inf]
     expected = {(bits, D, causal) for bits in BITS for D in SUPPORTED_D for causal in (False, True)}
     assert set(default) == expected
     assert len(default) == len(expected)
@@ -73,15 +73,15 @@ def test_config_fits_the_hardware(tile: TileConfig | LargeTileConfig) -> None:
 def test_rows_have_timings_and_round_trip(tile: TileConfig | LargeTileConfig, row: dict[str, Any]) -> None:
     not_in_config = {"max_query_blocks_per_sm", "measured_on", "passes"}
     assert {name: value for name, value in asdict(tile).items() if name not in not_in_config} == row["config"]
-    flags = ("causal", "two_level")
+    flags = ("has_right", "two_level")
     assert {name: type(value) for name, value in row["config"].items()} == {
         name: bool if name in flags else int for name in row["config"]
     }
     if isinstance(tile, TileConfig):
-        found: object = tile_config(tile.D_pad, tile.causal, tile.bits, tile.max_query_blocks_per_sm)
+        found: object = tile_config(tile.D_pad, tile.has_right, tile.bits, tile.max_query_blocks_per_sm)
     else:
         D_v = row["workload"]["D_v"]
-        found = large_tile_config(tile.D_pad, D_v, tile.causal, tile.max_query_blocks_per_sm)
+        found = large_tile_config(tile.D_pad, D_v, tile.has_right, tile.max_query_blocks_per_sm)
     assert found == tile
     assert tile.passes == tuple(row["passes"])
     assert row["ms"] > 0
@@ -100,7 +100,7 @@ def test_padded_head_dim(D: int) -> None:
 
 
 def test_unknown_config_raises() -> None:
-    with pytest.raises(KeyError, match="D_pad=48, causal=False"):
+    with pytest.raises(KeyError, match="D_pad=48, has_right=False"):
         tile_config(48, False)
 
 

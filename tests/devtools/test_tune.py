@@ -117,7 +117,7 @@ def test_run_writes_rows(run: Callable[..., int], tmp_path: Path) -> None:
     rows = rows_of(tmp_path)
     assert [row for row in rows if not is_tuned(row)] == [row for row in read_table(TABLE) if not is_tuned(row)]
     full, causal, small = (row for row in rows if is_tuned(row))
-    assert [row["config"]["causal"] for row in (full, causal, small)] == [False, True, True]
+    assert [row["config"]["has_right"] for row in (full, causal, small)] == [False, True, True]
     assert [row["config"]["num_stages"] for row in (full, causal, small)] == [2, 2, 3]
     assert "max_query_blocks_per_sm" not in full | causal
     # B 2, H 16, M 4096 in blocks of 64, on 132 SMs.

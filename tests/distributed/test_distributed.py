@@ -26,7 +26,7 @@ from helion_attn.distributed import collectives, header
 from helion_attn.distributed.cut import Chunk, Cut, cut_of
 from helion_attn.distributed.header import HEADER_BYTES, Header, decode
 from helion_attn.numerics import SAMPLED_KEYS
-from helion_attn.preprocess import shared
+from helion_attn.preprocess import rank_samples
 from helion_attn.problem import NO_ROPE_ARGUMENTS, DescribeRankArgs, magic, magic_finds_chunks
 from helion_attn.testing import relative_error
 from helion_attn.types import Balance, Strategy
@@ -593,17 +593,17 @@ def test_ranks_know_entries_of_v_that_the_sample_missed(scales: str, device: str
     parts = [(x.chunk(2, 2)) for x in (k, v)]
     kv_sample = torch.stack(
         [
-            shared.describe(
+            rank_samples.describe(
                 DescribeRankArgs(q, own_k, own_v, NO_ROPE_ARGUMENTS, recipe, sample.size, 0, sample, sample)
             )
             for own_k, own_v, sample in zip(*parts, samples, strict=True)
         ]
     )
-    largest = shared.v_largest(kv_sample, 32, 32)
+    largest = rank_samples.v_largest(kv_sample, 32, 32)
     assert torch.equal(largest, v.abs().amax(2))
-    known = shared.of_all_ranks(kv_sample[:, :-1].flatten(0, 1), None, largest, 32, 32, tile, recipe)
+    known = rank_samples.of_all_ranks(kv_sample[:, :-1].flatten(0, 1), None, largest, 32, 32, tile, recipe)
     # Of the sample alone: of no entry that is larger.
-    room = shared.of_all_ranks(kv_sample[:, :-1].flatten(0, 1), None, 0 * largest, 32, 32, tile, recipe).v_amax
+    room = rank_samples.of_all_ranks(kv_sample[:, :-1].flatten(0, 1), None, 0 * largest, 32, 32, tile, recipe).v_amax
     hit = torch.zeros_like(room, dtype=torch.bool)
     hit[1, slice(None) if scales == "head" else [3, 9]] = True
     assert torch.equal(known.v_amax[~hit], room[~hit])

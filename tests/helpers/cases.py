@@ -39,23 +39,23 @@ LADDER = PRESETS | SIXTEEN_BIT
 #: with one mask. `scripts/ptx_hashes.py` compiles all with all.
 SHIPPED: list[tuple[TileConfig, str]] = [
     *zip((t for t in TILE_CONFIGS if t.bits == ALL_8_BIT), itertools.cycle(PRESETS)),
-    *((t, "hybrid") for t in TILE_CONFIGS if t.bits == (8, 16) and t.causal),
-    *((t, "bf16") for t in TILE_CONFIGS if t.bits == (16, 16) and not t.causal),
+    *((t, "hybrid") for t in TILE_CONFIGS if t.bits == (8, 16) and t.has_right),
+    *((t, "bf16") for t in TILE_CONFIGS if t.bits == (16, 16) and not t.has_right),
 ]
 
 #: Those of large head dims: the default recipe with the causal mask, the other product on some full ones, and all
 #: options where there are the fewest registers to spare. (At D 1024 they spill up to three.)
 LARGE_SHIPPED: list[tuple[LargeTileConfig, str]] = [
-    *((t, "balanced") for t in LARGE_TILE_CONFIGS if t.causal),
-    *((t, "fast") for t in LARGE_TILE_CONFIGS if not t.causal and t.D_pad in (192, 640)),
-    *((t, "accurate") for t in LARGE_TILE_CONFIGS if t.causal and t.D_pad == 768),
+    *((t, "balanced") for t in LARGE_TILE_CONFIGS if t.has_right),
+    *((t, "fast") for t in LARGE_TILE_CONFIGS if not t.has_right and t.D_pad in (192, 640)),
+    *((t, "accurate") for t in LARGE_TILE_CONFIGS if t.has_right and t.D_pad == 768),
 ]
 
 
 def shipped_id(tile: TileConfig | LargeTileConfig) -> str:
     """The name of a config in tests."""
     v_tile = f"-{tile.v_tile}" if isinstance(tile, LargeTileConfig) else ""
-    return f"d{tile.D_pad}{v_tile}-{'causal' if tile.causal else 'full'}-up-to-{tile.max_query_blocks_per_sm}"
+    return f"d{tile.D_pad}{v_tile}-{'causal' if tile.has_right else 'full'}-up-to-{tile.max_query_blocks_per_sm}"
 
 
 #: e4m3 throughout, and nothing mixed, smoothed or equalised.

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn.integrations import masks, transformers
+from helion_attn.integrations import mask_tensors, transformers
 
 #: How far models in fp32 are from their eager attention then.
 EXACT = 1e-5
@@ -30,5 +30,5 @@ def with_oracle(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
         return out.to(tensors[0].dtype), lse.float()
 
     monkeypatch.setattr(transformers, "attention", oracle)
-    monkeypatch.setattr(masks, "attention", of_mask)
-    monkeypatch.setattr(masks, "attention_varlen", of_padding)
+    monkeypatch.setattr(mask_tensors, "attention", of_mask)
+    monkeypatch.setattr(mask_tensors, "attention_varlen", of_padding)

@@ -210,7 +210,7 @@ def data_of(spec: Specialisation) -> st.SearchStrategy[Data]:
     view = st.sampled_from(LAYOUTS[spec.layouts])
     # Of large head dims the interpreter takes seconds for what a GPU does at once.
     longest, most_heads = (260, 2) if max(spec.D, spec.D_v) <= 256 else (70, 1)
-    # So it does of many rows whose runs of keys are merged.
+    # So it does of many rows whose splits are merged.
     most_queries = min(longest, 130) if spec.has_splits else longest
     return st.builds(
         Data,

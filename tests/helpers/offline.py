@@ -21,7 +21,7 @@ from devtools import sm90
 from devtools.sm90 import Sm90Kernel, compile_for_sm90, fake_cuda
 from devtools.tune import candidates, trial
 from helion_attn import plans
-from helion_attn.compiler import kernels, versions
+from helion_attn.compiler import runners, versions
 from helion_attn.configs import LargeTileConfig, TileConfig
 from helion_attn.numerics import first_block_max
 from helion_attn.ops import varlen
@@ -434,7 +434,7 @@ def compile_varlen(
         logits = fake_cuda(heads) if sinks else None
         problem = varlen_problem(*tensors, recipe=recipe, causal=causal, sinks=logits, **options)
         with launching():
-            with mock.patch.object(kernels.Runner, "run"):
+            with mock.patch.object(runners.Runner, "run"):
                 packed = varlen.quantize(problem)
             varlen.attend(problem, packed)
 

@@ -14,7 +14,7 @@ from triton.backends.nvidia import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from devtools import sm90
-from helion_attn.compiler import kernels, linked_launch
+from helion_attn.compiler import linked_launch, runners
 from helpers.offline import launching
 
 LINK = linked_launch.link
@@ -117,7 +117,7 @@ def planning(stream: Callable[[int], int] = lambda device: 7) -> Iterator[list[t
     with (
         sm90._offline_hopper(keep_generated=True),
         launching(),
-        mock.patch.object(kernels, "link", link),
+        mock.patch.object(runners, "link", link),
         mock.patch.object(linked_launch, "default_launcher", launch),
         mock.patch.object(FakeTensor, "data_ptr", address),
         mock.patch.object(sm90._OfflineDriver, "get_current_stream", lambda self, device: stream(device)),

@@ -73,10 +73,10 @@ def cases() -> dict[str, Compile]:
     """How to compile each, by name."""
     found: dict[str, Compile] = {}
     for tile in TILE_CONFIGS:
-        mask = "causal" if tile.causal else "full"
+        mask = "causal" if tile.has_right else "full"
         for name in OF_BITS[tile.bits]:
             found[f"attention {name} D{tile.D_pad} {mask} <={tile.max_query_blocks_per_sm}"] = attention(
-                tile.D_pad, tile.causal, recipe=RECIPES[name], B=offline.batch_for(tile)
+                tile.D_pad, tile.has_right, recipe=RECIPES[name], B=offline.batch_for(tile)
             )
     for D in (64, 256):
         q_block = replace(IN_E4M3, q_scales="block", smooth_k=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from helion_attn.kernels.lib.specs import AttentionSpec
+from helion_attn.options import ScoreOptions
 
 #: Of 8-bit P by bits, without a mask, in the interpreter.
 SPEC = AttentionSpec(
@@ -12,11 +13,7 @@ SPEC = AttentionSpec(
     q_row_descales=False,
     k_block_descales=False,
     v_channel_descales=False,
-    shift_lse=False,
-    has_left=False,
-    has_right=False,
-    has_softcap=False,
-    has_sinks=False,
+    scores=ScoreOptions().spec(has_lse_shift=False),
     two_level=True,
     block_max=True,
     is_cuda=False,

@@ -66,7 +66,7 @@ def exact(*changes: str) -> Any:
 def with_oracle(monkeypatch: pytest.MonkeyPatch, *changes: str) -> None:
     attention, attention_varlen = exact(*changes)
     monkeypatch.setattr(ours, "attention", attention)
-    monkeypatch.setattr("helion_attn.integrations.masks.attention_varlen", attention_varlen)
+    monkeypatch.setattr("helion_attn.integrations.mask_tensors.attention_varlen", attention_varlen)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -102,7 +102,7 @@ def test_outputs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     ha.register_diffusers(recipe="balanced")
     monkeypatch.setattr(ours, "attention", modelled)
-    monkeypatch.setattr("helion_attn.integrations.masks.attention_varlen", modelled_varlen)
+    monkeypatch.setattr("helion_attn.integrations.mask_tensors.attention_varlen", modelled_varlen)
     # The kernel's sums have another order, which may flip roundings.
     assert errors["balanced"] < 1.5 * relative_error(run(name, NAME), native) + 1e-3
 
@@ -264,7 +264,7 @@ def test_masks_are_read_between_graphs(name: str, is_fused: bool, device: str) -
         out = model(**inputs, return_dict=False)[0]
     assert torch.equal(out, expected)
     assert graphs
-    assert not [code for code in graphs if "amin" in code or "ones_like" in code or "fp8_attn_varlen" in code]
+    assert not [code for code in graphs if "amin" in code or "ones_like" in code or "attention_varlen" in code]
 
 
 def begun() -> Any:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn.integrations import masks
+from helion_attn.integrations import mask_tensors
 from helion_attn.integrations.fused import qk_prologue
 from helion_attn.reference.norm import rms_norm
 from helion_attn.reference.rope import apply_rope_qk
@@ -61,7 +61,7 @@ def with_oracle(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> mock.Mock:
     """Exact attention, with some options changed; what it returns counts the calls that are not packed sequences."""
     attention = mock.Mock(side_effect=lambda *qkv, **options: exact(*qkv, **options | changes))
     monkeypatch.setattr(backend, "attention", attention)
-    monkeypatch.setattr(masks, "attention_varlen", exact_varlen)
+    monkeypatch.setattr(mask_tensors, "attention_varlen", exact_varlen)
     return attention
 
 

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention as bound_before
 
 import helion_attn as ha
 from devtools.inputs import make_qkv
-from helion_attn.integrations import masks
+from helion_attn.integrations import mask_tensors
 from helion_attn.integrations.sdpa import RULES, Fallback
 from helion_attn.testing import relative_error
 from helpers.refused import refused
@@ -321,15 +321,15 @@ def test_head_dims_without_block_masks_fall_back_if_asked_to(D: int, D_v: int, r
 
 
 def test_a_mask_on_another_device_is_refused() -> None:
-    elsewhere = masks.Visible(False, False, (), scores=torch.ones(24, 40, dtype=torch.bool, device="meta"))
+    elsewhere = mask_tensors.Visible(False, False, (), scores=torch.ones(24, 40, dtype=torch.bool, device="meta"))
     q = torch.zeros(1, 2, 24, 32)
     with pytest.raises(ValueError, match="attn_mask is on meta; it must be on cpu"):
-        masks.check_visible("helion_attn.sdpa", elsewhere, q, q, ha.BALANCED)
+        mask_tensors.check_visible("helion_attn.sdpa", elsewhere, q, q, ha.BALANCED)
 
 
 def test_a_block_mask_is_kept_while_its_mask_is_as_it_was(device: str, masks_made: list[torch.Size]) -> None:
     mask = BLOCK_MASKS["window"].to(device).clone()
-    before = len(masks._KEPT)
+    before = len(mask_tensors._KEPT)
     qkv = make_qkv("randn", 1, 2, 2, 24, 40, 32, device=device)
     outs = [ha.scaled_dot_product_attention(*qkv, attn_mask=mask) for _ in range(2)]
     assert masks_made == [(1, 1, 24, 40)]
@@ -350,10 +350,10 @@ def test_a_block_mask_is_kept_while_its_mask_is_as_it_was(device: str, masks_mad
             qkv[0][:, :, :M], *qkv[1:], block_mask=ha.BlockMask.from_dense(by_head.expand(-1, -1, M, -1))
         )
         assert torch.equal(out, expected)
-    assert len(masks._KEPT) == before + 3
+    assert len(mask_tensors._KEPT) == before + 3
     del mask, by_head
     gc.collect()
-    assert len(masks._KEPT) == before
+    assert len(mask_tensors._KEPT) == before
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there an assertion fails, which ends the process's CUDA")
@@ -382,9 +382,9 @@ def test_a_write_that_pytorch_does_not_count_is_noticed(write: str, masks_made: 
 def test_the_sample_of_a_mask(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of all sequences and heads, evenly spread, and of a long row its columns: a view of bounded size."""
     mask = torch.arange(math.prod(shape)).view(shape)
-    assert torch.equal(masks._sample(mask), mask)
-    monkeypatch.setattr(masks, "SAMPLE", 300)
-    sample = masks._sample(mask)
+    assert torch.equal(mask_tensors._sample(mask), mask)
+    monkeypatch.setattr(mask_tensors, "SAMPLE", 300)
+    sample = mask_tensors._sample(mask)
     assert min(150, mask.numel() / 2) <= sample.numel() <= 600
     assert sample.shape[:-2] == mask.shape[:-2]
     assert sample.data_ptr() == mask.data_ptr()
@@ -639,7 +639,7 @@ def test_a_mask_is_read_in_every_call(device: str) -> None:
     version = mask._version
     for hidden in (0, 3):
         mask.data[1, ..., 40 - hidden :] = False
-        assert [part.keys for part in masks.read_mask(mask, 2, 2, 24, 40).first] == [(0, 40), (0, 40 - hidden)]
+        assert [part.keys for part in mask_tensors.read_mask(mask, 2, 2, 24, 40).first] == [(0, 40), (0, 40 - hidden)]
     assert mask._version == version
 
 
@@ -652,7 +652,7 @@ def test_a_mask_is_read_once(device: str, monkeypatch: pytest.MonkeyPatch) -> No
         return tolist(x)
 
     monkeypatch.setattr(torch.Tensor, "tolist", counted)
-    masks.read_mask(MASKS["padding_and_causal"].to(device), 2, 2, 24, 40)
+    mask_tensors.read_mask(MASKS["padding_and_causal"].to(device), 2, 2, 24, 40)
     assert len(reads) == 1
 
 

@@ -22,7 +22,7 @@ from helpers.refused import refused
 from helpers.small_models import SIZES, tokens_of
 
 transformers = pytest.importorskip("transformers")
-from helion_attn.integrations import masks  # noqa: E402
+from helion_attn.integrations import mask_tensors  # noqa: E402
 from helion_attn.integrations import transformers as ours  # noqa: E402
 from helion_attn.integrations.transformers_masks import VisibleKeys  # noqa: E402
 
@@ -423,7 +423,7 @@ def test_models_with_masks_of_their_own(name: str, monkeypatch: pytest.MonkeyPat
     eager = states("eager")
     with_oracle(monkeypatch)
     assert relative_error(states("helion_fp8"), eager) < EXACT
-    monkeypatch.setattr(masks, "block_mask_of", lambda *_: None)
+    monkeypatch.setattr(mask_tensors, "block_mask_of", lambda *_: None)
     assert relative_error(states("helion_fp8"), eager) > 100 * EXACT
 
 
@@ -495,4 +495,4 @@ def test_padding_is_read_between_graphs() -> None:
     out = run(torch.compile(model, backend=collect), "helion_fp8", tokens, mask)
     assert torch.equal(out, expected)
     assert graphs
-    assert not [code for code in graphs if "amin" in code or "fp8_attn_varlen" in code]
+    assert not [code for code in graphs if "amin" in code or "attention_varlen" in code]

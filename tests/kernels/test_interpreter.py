@@ -10,7 +10,7 @@ import torch
 import helion_attn as ha
 from devtools.inputs import make_qkv
 from helion_attn.compiler.helion_adapter import helion, hl
-from helion_attn.compiler.kernels import interpreted
+from helion_attn.compiler.runners import interpreted
 from helion_attn.testing import relative_error
 from helpers import interpreter
 from helpers.cases import make_case, row_errors, workload_case

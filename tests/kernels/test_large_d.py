@@ -106,7 +106,7 @@ def test_sums_of_every_head_dim_can_be_of_either_kind(D: int, D_v: int, device: 
 
 def test_both_masks_have_a_config() -> None:
     default = [t for t in LARGE_TILE_CONFIGS if t.max_query_blocks_per_sm == math.inf]
-    keys = [(t.D_pad, t.v_tile, t.causal) for t in default]
+    keys = [(t.D_pad, t.v_tile, t.has_right) for t in default]
     assert len(set(keys)) == len(keys)
     assert set(keys) == {(D_pad, v_tile, causal) for D_pad, v_tile, _ in keys for causal in (False, True)}
 
@@ -136,8 +136,8 @@ def maps_of(tile: LargeTileConfig, recipe: ha.Recipe) -> int:
 )
 def test_shipped_config(tile: LargeTileConfig, recipe: str) -> None:
     D_v = D_V.get((tile.D_pad, tile.v_tile), tile.D_pad)
-    assert large_tile_config(tile.D_pad, D_v, tile.causal, tile.max_query_blocks_per_sm) == tile
-    kernel = shared(compile_attention, tile.D_pad, tile.causal, D_v=D_v, recipe=PRESETS[recipe], B=batch_for(tile))
+    assert large_tile_config(tile.D_pad, D_v, tile.has_right, tile.max_query_blocks_per_sm) == tile
+    kernel = shared(compile_attention, tile.D_pad, tile.has_right, D_v=D_v, recipe=PRESETS[recipe], B=batch_for(tile))
     assert_sound(kernel, MAX_SPILLED.get(tile.v_tile, 0))
     assert kernel.opcodes["QGMMA"] > 0
     # int8 sums are converted one by one: the scores of a thread, and a few lengths.

@@ -12,7 +12,7 @@ import torch
 import helion_attn as ha
 from helion_attn import numerics
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.kernels import compiled, interpreted
+from helion_attn.compiler.runners import compiled, interpreted
 from helion_attn.kernels.lib import schraudolph, steps
 from helion_attn.kernels.lib.block_max import update_block_max
 from helion_attn.kernels.lib.inline_asm import e4m3_of_bits

@@ -96,7 +96,7 @@ def shipped(eight_bits: bool) -> list[Any]:
 @pytest.mark.thorough(but=2)
 @pytest.mark.parametrize(("tile", "recipe"), shipped(eight_bits=True))
 def test_shipped_config(tile: TileConfig, recipe: ha.Recipe) -> None:
-    kernel = shared(compile_attention, tile.D_pad, tile.causal, recipe=recipe, B=batch_for(tile))
+    kernel = shared(compile_attention, tile.D_pad, tile.has_right, recipe=recipe, B=batch_for(tile))
     assert_8_bit_attention(kernel, tile, recipe)
     assert products_in_flight(kernel), "ptxas waits for each product"
     assert_p_stays_in_place(kernel, tile, recipe)
@@ -108,7 +108,7 @@ def test_shipped_config(tile: TileConfig, recipe: ha.Recipe) -> None:
 @pytest.mark.thorough(but=2)
 @pytest.mark.parametrize(("tile", "recipe"), shipped(eight_bits=False))
 def test_shipped_16_bit_config(tile: TileConfig, recipe: ha.Recipe) -> None:
-    kernel = shared(compile_attention, tile.D_pad, tile.causal, recipe=recipe, B=batch_for(tile))
+    kernel = shared(compile_attention, tile.D_pad, tile.has_right, recipe=recipe, B=batch_for(tile))
     assert_sound(kernel)
     assert kernel.opcodes["HGMMA"] > 0, "no 16-bit WGMMA"
     assert (kernel.opcodes["IGMMA"] > 0) == (recipe.qk_dtype == torch.int8)

@@ -52,8 +52,8 @@ def compile_parts(
             lse_shift=None,
         )
         M, N = M_BLOCKS * p.bm, N_BLOCKS * p.bn
-        softmax = ScoreOptions(causal=causal, window=(left, -1)).resolved(D)
-        a = AttentionArgs(tensors, M, N, D, D, softmax, False, torch.bfloat16, recipe.resolved, None)
+        scores = ScoreOptions(causal=causal, window=(left, -1)).resolved(D)
+        a = AttentionArgs(tensors, M, N, D, D, scores, False, torch.bfloat16, recipe.resolved, None)
         part = N_BLOCKS // RANKS
         step = H_KV * part + 1
         parts = RankChunks(

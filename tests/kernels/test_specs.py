@@ -9,7 +9,7 @@ import torch
 
 from devtools.sm90 import compile_for_sm90, fake_cuda
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.kernels import compiled, interpreted
+from helion_attn.compiler.runners import compiled, interpreted
 from helpers.offline import compilations
 
 

@@ -123,7 +123,7 @@ def test_overflow_of_e4m3_is_nan(device: str, force: Force) -> None:
 @pytest.mark.parametrize("name", ["q", "k", "v", "sinks"])
 @pytest.mark.parametrize("recipe", [ha.BALANCED, ha.ACCURATE, ha.BF16], ids=["balanced", "accurate", "bf16"])
 def test_nonfinite_stays_so(recipe: ha.Recipe, name: str, value: float, device: str, force: Force) -> None:
-    """Whatever run it is in; and other heads are as without."""
+    """Whatever split it is in; and other heads are as without."""
     inputs = dict(zip("qkv", make_qkv("randn", 1, 3, 3, 5, 300, 32, device=device), strict=True))
     inputs["sinks"] = torch.zeros(3, device=device)
     force(3)
@@ -165,10 +165,10 @@ def test_a_run_left_out_exceeds_the_budget(device: str, force: Force, monkeypatc
     ("programs", "key_blocks", "ctas_per_sm", "splits"),
     [
         (8, 1024, 3, 49),  # as many as fill the GPU
-        (8, 128, 3, 16),  # but runs of 8 key blocks
+        (8, 128, 3, 16),  # but splits of 8 key blocks
         (198, 1024, 3, 2),
         (256, 1024, 3, 3),  # twice
-        (256, 128, 3, 1),  # of runs so short the parts cost more
+        (256, 128, 3, 1),  # of splits so short that merging costs more
         (512, 1024, 3, 3),  # four times, where one and a third take as long as one and a half
         (512, 256, 3, 1),
         (1024, 1024, 3, 1),
@@ -198,7 +198,7 @@ def test_visible_key_blocks(left: int, right: int) -> None:
 
 
 def test_who_is_asked(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The op asks with what it launches, and a window shortens its runs."""
+    """The op asks with what it launches, and a window shortens its splits."""
     asked: list[tuple[int, ...]] = []
 
     def record(*args: int) -> int:

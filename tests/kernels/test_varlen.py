@@ -532,7 +532,7 @@ def test_opcheck(recipe: ha.Recipe, device: str, poisoned: Callable[[], Abstract
         ha.attention_varlen(*qkv, *cu, recipe=recipe, causal=True, out_dtype=torch.float16)
     # Blocks of no sequence are not written; filled, they are the same in both of opcheck's runs.
     with poisoned():
-        torch.library.opcheck(*recorder.calls["helion_attn::fp8_attn_varlen"], test_utils=checks)
+        torch.library.opcheck(*recorder.calls["helion_attn::attention_varlen"], test_utils=checks)
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

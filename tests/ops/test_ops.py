@@ -18,8 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import helion_attn as ha
 from devtools.inputs import make_qkv
 from helion_attn import ops
-from helion_attn.backward.dense import DequantiseArgs, dequantise
-from helion_attn.compiler import kernels
+from helion_attn.backward.dense import DequantizeRowsArgs, dequantize_rows
+from helion_attn.compiler import runners
 from helion_attn.configs import scheduling
 from helion_attn.problem import MergeArgs
 from helion_attn.types import Layout
@@ -97,7 +97,9 @@ def test_every_op_is_recorded(device: str) -> None:
         q, k, v = (x.requires_grad_() for x in qkv_on(device))
         ha.attention(q, k, v).sum().backward()
         packed = ha.quantize(*qkv_on(device))
-        dequantise(DequantiseArgs(packed, packed.M, packed.N, packed.D, packed.D_v, packed.recipe, q.dtype, bshd=False))
+        dequantize_rows(
+            DequantizeRowsArgs(packed, packed.M, packed.N, packed.D, packed.D_v, packed.recipe, q.dtype, bshd=False)
+        )
         q, k, v, *ends = varlen_on(device)
         ha.attention_varlen(q.requires_grad_(), k, v, *ends).sum().backward()
     registered = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("helion_attn::")]
@@ -201,7 +203,7 @@ def test_kernels_take_views_that_do_not_know_their_base(monkeypatch: pytest.Monk
     copied = dataclasses.replace(packed, q8=packed.q8.clone(), k8=packed.k8.clone(), v8=packed.v8.clone())
     assert copied.k8.view(-1)._is_view()
     given: list[Any] = []
-    monkeypatch.setattr(kernels.Interpreted, "__call__", lambda self, *args: given.extend(args))
+    monkeypatch.setattr(runners.Interpreted, "__call__", lambda self, *args: given.extend(args))
     ha.attention_quantized(copied)
     tensors = [x for x in given if isinstance(x, torch.Tensor)]
     assert len(tensors) > 10

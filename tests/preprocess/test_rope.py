@@ -104,7 +104,7 @@ def test_position_outside_the_table(recipe: ha.Recipe, position: int, device: st
     at[13] = position
     out = ha.attention(*qkv, recipe=recipe, rope=dataclasses.replace(rope, q_positions=at))
     rows = torch.arange(70, device=device)
-    bm = tile_config(32, causal=False).bm
+    bm = tile_config(32, has_right=False).bm
     outside = rows // bm == 13 // bm if recipe.resolved.q_scales == "block" else rows == 13
     assert out[:, :, outside].isnan().all()
     assert torch.equal(out[:, :, ~outside], clean[:, :, ~outside])

@@ -204,7 +204,7 @@ def test_packing() -> None:
     def launch() -> None:
         with launching():
             q, k, v = fake_qkv(2, 4, 2, 1000, 3000, 64, torch.float8_e4m3fn)
-            torch.ops.helion_attn.pack_qkv(q, k, v)
+            torch.ops.helion_attn.pack(q, k, v)
 
     for kernel in compile_for_sm90(launch):
         assert_sound(kernel)

@@ -301,7 +301,7 @@ def assert_descale(actual: torch.Tensor, stat: torch.Tensor, dtype: torch.dtype)
 )
 def test_descales_of_q_and_k(scales: str, qk_dtype: torch.dtype, D: int) -> None:
     q, k, v = make_qkv("randn", 2, 4, 2, 150, 300, D, torch.float32)
-    tile = tile_config(padded_head_dim(D), causal=False)
+    tile = tile_config(padded_head_dim(D), has_right=False)
     recipe = replace(IN_E4M3, qk_dtype=qk_dtype, q_scales=scales)
     r = reference.quantize(q, k, v, recipe)
     assert_descale(r.q_descale, amax_by(q, scales, tile.bm)[..., 0], qk_dtype)

@@ -313,7 +313,7 @@ def packed() -> ha.QuantizedQKV:
     """A `QuantizedQKV` of zeros, with smooth_k; B = 2, H = 4, H_kv = 2, M = 5, N = 7, D = 32."""
     from helion_attn.configs import tile_config
 
-    tile = tile_config(32, causal=False)
+    tile = tile_config(32, has_right=False)
     e4m3 = torch.float8_e4m3fn
     return ha.QuantizedQKV(
         q8=zeros(8, 1, tile.bm, 32, dtype=e4m3),

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from helion_attn.compiler.helion_adapter import hl
-from helion_attn.kernels.lib.multi_rank import (
+from helion_attn.kernels.lib.rank_chunks import (
     block_address,
     blocks_before,
     chunk_of_block,
@@ -69,12 +69,12 @@ def keys_of(
         # In entries of the list; the edges stay those of blocks. Entries ascend: no more of them lie before a block, or
         # behind it, than there are blocks. Of a list of all blocks that leaves those that rows see.
         num_kv_blocks = rows.num_kv_blocks
-        if spec.has_right:
+        if spec.scores.has_right:
             num_kv_blocks = torch.clamp_min(torch.minimum(num_kv_blocks, int32(keys.stop)), 0)
         begin = rows.first_entry
-        if spec.has_left:
-            hidden = torch.clamp_min(int32(keys.begin - (n_len + bn - 1) // bn) + rows.num_kv_blocks, 0)
-            begin = begin + torch.minimum(hidden, num_kv_blocks)
+        if spec.scores.has_left:
+            unseen = torch.clamp_min(int32(keys.begin - (n_len + bn - 1) // bn) + rows.num_kv_blocks, 0)
+            begin = begin + torch.minimum(unseen, num_kv_blocks)
         keys = keys._replace(begin=begin, stop=rows.first_entry + num_kv_blocks)
         if spec.is_split_kv:
             begin, stop = split_kv_range(keys.begin, keys.stop, grid_head // heads, splits)
@@ -91,12 +91,12 @@ def keys_of_head(rows: Rows, n_len: int, left: int, right: int, bn: int, spec: A
     # Helion substitutes these expressions into each other, and a min or max writes each argument three times: they are
     # kept flat, and not limited to 0 where a loop that ends before it begins does the same.
     n_first_row, n_last_row = n_len, n_len
-    if spec.has_right:
+    if spec.scores.has_right:
         n_first_row = imin(n_len, rows.diagonal + right + 1)
         n_last_row = imin(n_len, rows.diagonal + right + rows.queries)
     n_full, n_end = n_first_row // bn, (n_last_row + bn - 1) // bn
     n_begin, n_left = 0, 0
-    if spec.has_left:
+    if spec.scores.has_left:
         n_begin = imax(0, rows.diagonal - left) // bn
         n_left = (imax(0, rows.diagonal - left + rows.queries - 1) + bn - 1) // bn
     return Keys(begin=n_begin, left=n_left, full=n_full, stop=n_end, head_first=0, first_descale=0)
@@ -107,11 +107,11 @@ def keys_of_sequence(rows: Rows, left: int, right: int, bm: int, bn: int, spec: 
     first, key_end = rows.first_key_block, rows.key_end
     key_begin = first * bn
     n_first_row, n_last_row = key_end, key_end
-    if spec.has_right:
+    if spec.scores.has_right:
         n_first_row = torch.minimum(key_end, rows.diagonal + int32(right) + 1)
         n_last_row = torch.minimum(key_end, rows.diagonal + int32(right) + bm)
     n_begin, n_left = first, first
-    if spec.has_left:
+    if spec.scores.has_left:
         n_begin = torch.maximum(key_begin, rows.diagonal - int32(left)) >> spec.bn_log2
         n_left = (torch.maximum(key_begin, rows.diagonal - int32(left) + bm - 1) + bn - 1) >> spec.bn_log2
     n_full, n_end = n_first_row >> spec.bn_log2, (n_last_row + bn - 1) >> spec.bn_log2
@@ -136,11 +136,11 @@ def keys_of_chunks(
         n_begin, n_left, n_full, n_end = (hl.load(block_bounds, [rows.m_block, i]) for i in range(4))
     else:
         n_first_row, n_last_row = int32(n_len), int32(n_len)
-        if spec.has_right:
+        if spec.scores.has_right:
             n_first_row = torch.minimum(n_first_row, rows.diagonal + int32(right + 1))
             n_last_row = torch.minimum(n_last_row, rows.diagonal + int32(right + bm))
         n_begin, n_left = int32(0), int32(0)
-        if spec.has_left:
+        if spec.scores.has_left:
             n_begin = blocks_before(rows.diagonal - int32(left), chunks, 0, spec.bn_log2)
             n_left = blocks_before(rows.diagonal + int32(bm - 1 - left), chunks, bn - 1, spec.bn_log2)
         n_full = blocks_before(n_first_row, chunks, 0, spec.bn_log2)
@@ -271,7 +271,7 @@ def k_descale_of(
 
 def first_k_descale(
     k_descale: torch.Tensor,  # [B * H_kv * N_blocks] if k_block_descales
-    run_begin: Int,
+    split_begin: Int,
     kv: Int,
     first_descale: Int,
     n_blocks: int,
@@ -282,14 +282,14 @@ def first_k_descale(
     first = first_descale_of(kv, first_descale, n_blocks, spec)
     if spec.multi_rank:
         blocks = chunks.key_chunks * chunks.key_chunk_blocks
-        return hl.load(k_descale, [first + torch.minimum(run_begin, int32(blocks - 1))])
-    return hl.load(k_descale, [first + imin(run_begin, n_blocks - 1)])
+        return hl.load(k_descale, [first + torch.minimum(split_begin, int32(blocks - 1))])
+    return hl.load(k_descale, [first + imin(split_begin, n_blocks - 1)])
 
 
 def next_k_descale(
     k_descale: torch.Tensor,  # [B * H_kv * N_blocks] if k_block_descales
     j: int,
-    run_end: Int,
+    split_end: Int,
     kv: Int,
     first_descale: Int,
     n_blocks: int,
@@ -299,11 +299,11 @@ def next_k_descale(
     first = first_descale_of(kv, first_descale, n_blocks, spec)
     if spec.block_sparse:
         return hl.load(k_descale, [first + j])
-    return hl.load(k_descale, [first + imin(run_end - 1, j + 1)])
+    return hl.load(k_descale, [first + imin(split_end - 1, j + 1)])
 
 
-def first_masked_block(keys: Keys, spec: AttentionSpec) -> Int:
-    """The first block that the left edge does not make special, nor a reference.
+def first_unmasked_block(keys: Keys, spec: AttentionSpec) -> Int:
+    """The first block from which on the left edge masks none, nor does a reference come from any.
 
     References come from blocks up to the first that all rows see.
     """
@@ -347,23 +347,25 @@ def block_of_keys(
     return k_block, hl.load(v8, [head, v_at, whole, whole]), None, chunk
 
 
-def at_edge(j: Int, chunk: Any, entry: Any, n_masked: Int, n_full: Int, chunks: RankChunks, spec: AttentionSpec) -> Int:
-    """Positive for a block at an edge of what is visible, and for one that references come from; otherwise 0.
+def at_edge(
+    j: Int, chunk: Any, entry: Any, n_unmasked: Int, n_full: Int, chunks: RankChunks, spec: AttentionSpec
+) -> Int:
+    """Positive for a block to mask, at an edge of what is visible, and for one that references come from; otherwise 0.
 
     So for one whose entry in a list says that it is seen in part. Two maxima, of which one has a negated argument,
     would not do: ptxas 12.8 makes one instruction of them and loses the sign.
     """
     if spec.block_sparse:
         edge = entry + 1 - int32(n_full)
-        if spec.has_left:
-            edge = torch.maximum(edge, int32(n_masked) - entry)
+        if spec.scores.has_left:
+            edge = torch.maximum(edge, int32(n_unmasked) - entry)
             return torch.clamp_min(torch.where(entry < 0, 1, edge), 0)
         return torch.clamp_min(torch.maximum(-entry, edge), 0)
     if not (spec.multi_rank or spec.varlen or (spec.is_split_kv and spec.first_block_max)):
-        return imax(n_masked - j, j + 1 - n_full, 0)
+        return imax(n_unmasked - j, j + 1 - n_full, 0)
     edge = int32(j + 1) - n_full
-    if spec.has_left or spec.row_ranges or spec.first_block_max:
-        edge = torch.maximum(n_masked - int32(j), edge)
+    if spec.scores.has_left or spec.row_ranges or spec.first_block_max:
+        edge = torch.maximum(n_unmasked - int32(j), edge)
     # Zigzag's chunks are whole blocks.
     if spec.multi_rank and not spec.zigzag:
         edge = torch.maximum(edge, edge_of_chunk(int32(j), chunk, chunks, spec.bn_log2))

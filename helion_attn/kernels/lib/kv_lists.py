@@ -15,30 +15,29 @@ from helion_attn.compiler.helion_adapter import hl
 from helion_attn.configs import MASK_BLOCK
 from helion_attn.kernels.lib.scalars import Int, imin, int32
 from helion_attn.kernels.lib.specs import AttentionSpec
-from helion_attn.problem import NO_LISTS, ListSteps, MaskArgs
 
 
 def first_entry_of(
     entries: torch.Tensor,  # [lists * N_blocks] if block_sparse
-    run_begin: Int,
+    split_begin: Int,
     spec: AttentionSpec,
 ) -> Any:
     """A program's first entry, []; any where it has none. 0 unless `block_sparse`."""
     if not spec.block_sparse:
         return 0
-    return hl.load(entries, [imin(run_begin, entries.size(0) - 1)])
+    return hl.load(entries, [imin(split_begin, entries.size(0) - 1)])
 
 
 def next_entry_of(
     entries: torch.Tensor,  # [lists * N_blocks] if block_sparse
     entry_idx: int,
-    run_end: torch.Tensor,  # []
+    split_end: torch.Tensor,  # []
 ) -> torch.Tensor:
     """The entry after that of index `entry_idx`, [], or of the program's last.
 
     Loaded in the iteration that uses it, it would be sent through shared memory.
     """
-    return hl.load(entries, [imin(run_end - 1, entry_idx + 1)])
+    return hl.load(entries, [imin(split_end - 1, entry_idx + 1)])
 
 
 def block_of_entry(entry_idx: Int, entry: Any, spec: AttentionSpec) -> Int:
@@ -79,18 +78,3 @@ def within_tile(
     words = torch.where(keys < 64, torch.where(keys < 32, a, b), torch.where(keys < 96, c, d))
     # A thread's keys differ in the bits of 25, which are then known when the kernel is compiled.
     return visible & ((words >> (keys & 6)) & (hl.full([], 1, dtype=torch.int32) << (keys & 25)) != 0)
-
-
-def list_arguments(mask: MaskArgs, heads: int, unused: torch.Tensor) -> dict[str, Any]:
-    """The kernel's arguments for a mask of so many query heads, by name; without one, `unused` for each tensor."""
-    if mask.lists is None or mask.entries is None or mask.tile_of is None or mask.tiles is None:
-        return {**dict.fromkeys(("lists", "entries", "tile_of", "tiles"), unused), "list_steps": NO_LISTS}
-    B, H, row_blocks, key_blocks = mask.entries.shape
-    shared = heads if H == 1 and B > 1 else 1
-    return {
-        "lists": mask.lists.view(-1),
-        "entries": mask.entries.view(-1),
-        "tile_of": mask.tile_of.view(-1),
-        "tiles": mask.tiles.view(-1),
-        "list_steps": ListSteps(shared=shared, heads=B * H, row_blocks=row_blocks, key_blocks=key_blocks),
-    }

@@ -1,4 +1,4 @@
-"""Which keys a row sees, inlined into the attention kernels."""
+"""Which keys a row sees, and scores without the others, inlined into the attention kernels."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from helion_attn.compiler.helion_adapter import hl
 from helion_attn.kernels.lib.specs import AttentionSpec, PagedSpec
+from helion_attn.options import ScoreSpec
 
 
 class Bounds(NamedTuple):
@@ -28,7 +29,7 @@ def visible_keys(
     n_len: int | torch.Tensor,  # [], like the next two
     left: int | torch.Tensor,
     right: int | torch.Tensor,
-    spec: AttentionSpec | PagedSpec,
+    spec: ScoreSpec | PagedSpec,
 ) -> torch.Tensor:
     """[bm, bn], or [1, bn] without a window: what a row sees of a key block."""
     keys = keys.unsqueeze(0)
@@ -67,3 +68,21 @@ def within_bounds(
         return visible
     at = keys.unsqueeze(0)
     return visible & (at >= keys_from.unsqueeze(1)) & (at < keys_up_to.unsqueeze(1))
+
+
+def masked_scores(
+    s: torch.Tensor,  # [bm, bn], or with half_scores `schraudolph.pack_half2`
+    visible: torch.Tensor,  # [bm, bn] or [1, bn]
+    bm: int,
+    bn: int,
+    spec: AttentionSpec,
+) -> torch.Tensor:
+    """Scores, -inf where they are not visible."""
+    if spec.half_scores and spec.is_cuda:
+        low, high = hl.split(visible.expand(bm, bn).to(torch.int32).reshape(bm, bn // 2, 2))
+        # The bits of fp16's -inf are 0xFC00.
+        if spec.block_sparse:
+            s = torch.where(low > 0, s, s & -0x10000 | 0xFC00)
+            return torch.where(high > 0, s, s & 0xFFFF | -0x4000000)
+        return s & (low * 0xFFFF | high * -0x10000) | (1 - low) * 0xFC00 | (1 - high) * -0x4000000
+    return torch.where(visible, s, float("-inf"))

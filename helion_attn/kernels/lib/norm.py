@@ -37,7 +37,7 @@ class Norms(NamedTuple):
 
 
 def no_norms(unused: torch.Tensor) -> Norms:
-    """Neither; `unused` stands for tensors that are not read."""
+    """Return what stands for no norm of rows; `unused` stands for tensors that are not read."""
     norm = Norm(unused, unused, NO_NORM, 1.0)
     return Norms(norm, norm)
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from helion_attn.compiler.helion_adapter import hl
-from helion_attn.compiler.kernels import Runner
+from helion_attn.compiler.runners import Runner
 from helion_attn.configs import MAX_PIECE
 from helion_attn.kernels import lse_shift
 from helion_attn.kernels.lib.block_max import update_block_max
@@ -450,7 +450,7 @@ def launch_paged(
     parts = out.new_empty((splits * grid.split_rows, D_v), dtype=torch.float32) if in_parts else out.view(-1, D_v)
     part_lse = lse.new_empty(splits * grid.split_rows) if in_parts else lse.view(-1)
     swapped = a.bshd and not in_parts
-    k_dtype, scales = k8.dtype, a.softmax.scales()
+    k_dtype, scales = k8.dtype, a.scores.scales()
     opened = a.open_pages
     # Without any, a page that is not read. Not one of the cache: Helion has no descriptors of memory that comes twice.
     open_k8 = k8.new_empty((2, *k8.shape[1:])) if opened.k8 is None else opened.k8
@@ -485,14 +485,16 @@ def launch_paged(
         int8_keys=int8_keys,
         s_bias=INT8_SCORE_BIAS if int8_keys and a.q.is_cuda and not d_in_halves else 0.0,
         largest_score=MAX_PAGE_SCORE[k_dtype] * (1 + d_in_halves),
-        may_be_wide=a.softmax.softcap is None or scales.tanh_scale > MAX_PAGE_SCORE_LOG2,
+        may_be_wide=a.scores.softcap is None or scales.tanh_scale > MAX_PAGE_SCORE_LOG2,
         shift_lse=shift is not None,
         p_offset_log2=float(MAX_P_OFFSET_LOG2[v8.dtype]),
         p_bits=p_bits,
         p_steps=E4M3_STEPS if p_bits else 1.0,
         p_one=E4M3_BITS_OF_ONE if p_bits else 0.0,
-        **a.softmax.choices(),
-        has_sinks=a.softmax.sinks is not None,
+        has_left=a.scores.left >= 0,
+        has_right=a.scores.right >= 0,
+        has_softcap=a.scores.softcap is not None,
+        has_sinks=a.scores.sinks is not None,
         is_cuda=a.q.is_cuda,
     )
     kernel.run(
@@ -514,7 +516,7 @@ def launch_paged(
             "block_table": a.block_table.view(-1),
             "cache_seqlens": a.cache_seqlens,
             "cu_seqlens": a.cache_seqlens if batch is None else batch.cu_seqlens,
-            "sinks": part_lse if a.softmax.sinks is None else a.softmax.sinks,
+            "sinks": part_lse if a.scores.sinks is None else a.scores.sinks,
             "out": parts,
             "lse": part_lse,
             "lse_shift": part_lse if shift is None else shift,
@@ -533,8 +535,8 @@ def launch_paged(
             "out_row_step": H if swapped else 1,
             "factor_rows": 1 if factors is None else factors.size(0),
             # An edge further away hides nothing, and might not fit 32 bits.
-            "left": min(a.softmax.left, max_pages * page_size),
-            "right": min(a.softmax.right, M),
+            "left": min(a.scores.left, max_pages * page_size),
+            "right": min(a.scores.right, M),
             "scales": scales,
             "spec": spec,
         }

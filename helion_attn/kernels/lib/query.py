@@ -9,12 +9,12 @@ import torch
 from helion_attn.compiler.helion_adapter import hl
 from helion_attn.configs import MASK_BLOCK, row_width
 from helion_attn.kernels.lib.norm import NO_NORM
-from helion_attn.kernels.lib.reflect import reflected_channels
 from helion_attn.kernels.lib.rope import rope_tables
 from helion_attn.kernels.lib.row_layout import row_tile, rows_to_dtype
 from helion_attn.kernels.lib.specs import AttentionSpec, QuerySpec, RowSpec
 from helion_attn.kernels.lib.steps import to_descale
 from helion_attn.kernels.lib.strided import StridedRows, common_unit, strided_rows
+from helion_attn.numerics import reflected_channels
 from helion_attn.problem import NO_ROPE_ARGUMENTS, AttentionArgs, RopeArgs
 
 
@@ -41,7 +41,7 @@ def query_arguments(query: Query | None, a: AttentionArgs, bm: int) -> tuple[dic
         unit = common_unit(query.q)
         rows = strided_rows(query.q, unit)
         if a.packed.lse_shift is not None and a.packed.k_mean is not None:
-            # Where a program keeps the shifts of its rows.
+            # Where a program keeps that of its rows.
             whole = MASK_BLOCK if a.block_mask.block_sparse else bm
             rows_of_programs = a.packed.q8.size(0) * -(-a.m_len // whole) * whole
             lse_shift = unused.new_empty(rows_of_programs)
@@ -61,7 +61,7 @@ def query_arguments(query: Query | None, a: AttentionArgs, bm: int) -> tuple[dic
                 explicit_positions=tables.explicit[0],
                 normed=NO_NORM,
                 eps=1.0,
-                dot_mean=a.packed.lse_shift is not None,
+                has_lse_shift=a.packed.lse_shift is not None,
                 subtract_mean=False,
                 equalise=a.recipe.equalise,
                 divide=False,
@@ -94,7 +94,7 @@ def quantised_rows(
     cos: torch.Tensor,
     sin: torch.Tensor,
     q_positions: torch.Tensor,
-    k_mean: torch.Tensor,  # flat, if shift_lse
+    k_mean: torch.Tensor,  # flat, if has_lse_shift
     channel_factors: torch.Tensor,  # flat, if equalise
     kv: int,
     head_offset: int,
@@ -108,11 +108,11 @@ def quantised_rows(
     dtype: torch.dtype,
     spec: AttentionSpec,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows of a head in `dtype` [bm, D_pad], their descales [bm], and if shift_lse products with the mean [bm]."""
+    """Rows of a head in `dtype` [bm, D_pad], their descales [bm], and `lse_shift` [bm], 0 unless asked for."""
     of = spec.query
     assert of is not None
     no_vector = hl.zeros([d_pad], dtype=torch.float32)
-    x, product, factor = row_tile(
+    x, lse_shift, factor = row_tile(
         flat=q,
         cos=cos,
         sin=sin,
@@ -141,4 +141,4 @@ def quantised_rows(
         spec=of.rows,
     )
     descale = to_descale(torch.amax(torch.abs(x), 1) * factor, of.largest)
-    return rows_to_dtype(x, factor / descale, dtype, spec.is_cuda), descale, product
+    return rows_to_dtype(x, factor / descale, dtype, spec.is_cuda), descale, lse_shift

@@ -12,11 +12,6 @@ from helion_attn.compiler.helion_adapter import hl
 from helion_attn.numerics import REFLECTED_GROUP
 
 
-def reflected_channels(D: int) -> int:
-    """How many channels of a head dim are in whole groups; the others stay."""
-    return D // REFLECTED_GROUP * REFLECTED_GROUP
-
-
 def reflect_rows(
     x: torch.Tensor,  # [n, D_row]
     n: int,

@@ -41,7 +41,7 @@ class RopeTables(NamedTuple):
     table_rows: int
 
     def arguments(self) -> dict[str, Any]:
-        """All of it, as the kernels name it."""
+        """Return all of it, by the names of kernels' arguments."""
         return {
             "cos": self.cos,
             "sin": self.sin,

@@ -78,12 +78,12 @@ def row_tile(
     side: int,
     spec: hl.constexpr,  # RowSpec
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows of a head, transformed but not scaled, fp32 [n, D_row], their products with the mean [n], and factors [n].
+    """Rows of a head, transformed but not scaled, fp32 [n, D_row], `lse_shift` [n], and factors [n].
 
-    Rows are still to be multiplied by their factors, as `rope_rows` has them; products are of rows times factors. With
-    `rotate_first` the rotated mean is subtracted from rotated rows. The rotation is linear, and so rows of bf16 go to
-    the tensor core as they are, which is exact. Channels are equalised once their products with the mean are taken, or
-    the mean is subtracted; with `hadamard`, `signs` or the matrix has their factors.
+    Rows are still to be multiplied by their factors, as `rope_rows` has them; `lse_shift` is of rows times factors.
+    With `rotate_first` the rotated mean is subtracted from rotated rows. The rotation is linear, and so rows of
+    bf16 go to the tensor core as they are, which is exact. Channels are equalised once their products with the mean
+    are taken, or the mean is subtracted; with `hadamard`, `signs` or the matrix has their factors.
     """
     d_row = spec.d_row
     if spec.pairing or spec.normed:
@@ -100,16 +100,16 @@ def row_tile(
         x = x * factor.unsqueeze(1)
         factor = hl.full([n], 1.0, dtype=torch.float32)
     # After the rows, which are under way meanwhile: to reach the threads that have them, vectors take barriers.
-    if (spec.dot_mean or spec.subtract_mean) and not spec.vectors_first:
+    if (spec.has_lse_shift or spec.subtract_mean) and not spec.vectors_first:
         mean = hl.load(means, [first_channel + hl.arange(d_row)])
     if spec.equalise and not spec.vectors_first:
         channel_factor = hl.load(channel_factors, [first_channel + hl.arange(d_row)])
         if spec.divide:
             channel_factor = inverse_of_power(channel_factor)
-    if spec.dot_mean:
-        product = (x * mean.unsqueeze(0)).sum(1) * factor
+    if spec.has_lse_shift:
+        lse_shift = (x * mean.unsqueeze(0)).sum(1) * factor
     else:
-        product = hl.zeros([n], dtype=torch.float32)
+        lse_shift = hl.zeros([n], dtype=torch.float32)
     if spec.rotate_first:
         x = rotate_rows(x, signs, matrix, norm, n, d_row, side, spec.two_terms, spec.is_cuda)
     if spec.subtract_mean and spec.normed and not spec.hadamard:
@@ -128,7 +128,7 @@ def row_tile(
     if spec.subtract_mean and (spec.rotate_first or not spec.hadamard):
         # Rows past the end have become the mean, and are 0 once they are multiplied.
         factor = torch.where(rows < size, factor, 0.0)
-    return x, product, factor
+    return x, lse_shift, factor
 
 
 def rows_descale(

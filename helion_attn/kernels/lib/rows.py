@@ -103,7 +103,7 @@ def rows_of(
 
 def in_order(grid_block: int, blocks: int, spec: AttentionSpec) -> int:
     """A program's block: with causality long rows come first."""
-    return blocks - 1 - grid_block if spec.has_right else grid_block
+    return blocks - 1 - grid_block if spec.scores.has_right else grid_block
 
 
 def rows_of_block(bh: int, m_block: int, group: int, m_len: int, n_len: int, bm: int) -> Rows:
@@ -200,7 +200,7 @@ def rows_of_sequence(
     first_block = hl.load(q_blocks, [entry, 5])
     blocks = hl.load(q_blocks, [entry, 6])
     of_sequence = int32(program) - first_block * int32(heads)
-    if spec.has_right:
+    if spec.scores.has_right:
         # The last group may have fewer.
         at_once = torch.minimum(torch.clamp_min(quotient(int32(group_programs), blocks), 1), int32(heads))
         first = quotient(of_sequence, at_once * blocks) * at_once

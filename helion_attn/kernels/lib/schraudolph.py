@@ -50,24 +50,6 @@ def unpack_half2(s: torch.Tensor, bm: int, bn: int, half: hl.constexpr, is_cuda:
     return s
 
 
-def hidden(
-    s: torch.Tensor,  # [bm, bn], or with half_scores `pack_half2`
-    visible: torch.Tensor,  # [bm, bn] or [1, bn]
-    bm: int,
-    bn: int,
-    spec: AttentionSpec,
-) -> torch.Tensor:
-    """Scores, -inf where they are not visible."""
-    if spec.half_scores and spec.is_cuda:
-        low, high = hl.split(visible.expand(bm, bn).to(torch.int32).reshape(bm, bn // 2, 2))
-        # The bits of fp16's -inf are 0xFC00.
-        if spec.block_sparse:
-            s = torch.where(low > 0, s, s & -0x10000 | 0xFC00)
-            return torch.where(high > 0, s, s & 0xFFFF | -0x4000000)
-        return s & (low * 0xFFFF | high * -0x10000) | (1 - low) * 0xFC00 | (1 - high) * -0x4000000
-    return torch.where(visible, s, float("-inf"))
-
-
 def largest_scores(
     s: torch.Tensor,  # [bm, bn], or with half_scores `pack_half2`
     bm: int,

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from helion_attn.options import ScoreSpec
+
 
 class RowSpec(NamedTuple):
     """What is done to rows of Q or K before they are scaled: `lib.row_layout.row_tile`.
@@ -20,7 +22,7 @@ class RowSpec(NamedTuple):
         explicit_positions: rows have positions of their own.
         normed: which channels share a mean of squares, as `lib.norm` has it.
         eps: what is added to that.
-        dot_mean: rows' products with K's mean are asked for.
+        has_lse_shift: `lse_shift` is asked for, rows' products with K's mean.
         subtract_mean: K's mean is subtracted.
         equalise: channels are multiplied by their factors.
         divide: they are divided by these instead: rows of K.
@@ -39,7 +41,7 @@ class RowSpec(NamedTuple):
     explicit_positions: bool
     normed: int
     eps: float
-    dot_mean: bool
+    has_lse_shift: bool
     subtract_mean: bool
     equalise: bool
     divide: bool
@@ -79,11 +81,7 @@ class AttentionSpec(NamedTuple):
         q_row_descales: Q has a descale a row; otherwise a block.
         k_block_descales: K has a descale a block; otherwise a head.
         v_channel_descales: V has a descale a channel; otherwise a head.
-        shift_lse: smooth-K took `lse_shift` from a row's scores.
-        has_left: a window ends to the left.
-        has_right: a window or causality ends to the right.
-        has_softcap: scores have a softcap.
-        has_sinks: a head has one more logit.
+        scores: which there are, and what is done to them.
         two_level: P V is summed in fp32, a product a block.
         block_max: P is relative to its block's own maximum.
         is_cuda: the kernel is compiled; otherwise interpreted.
@@ -110,11 +108,7 @@ class AttentionSpec(NamedTuple):
     q_row_descales: bool
     k_block_descales: bool
     v_channel_descales: bool
-    shift_lse: bool
-    has_left: bool
-    has_right: bool
-    has_softcap: bool
-    has_sinks: bool
+    scores: ScoreSpec
     two_level: bool
     block_max: bool
     is_cuda: bool
@@ -135,29 +129,14 @@ class AttentionSpec(NamedTuple):
     query: QuerySpec | None = None
 
     @property
-    def quantises_q(self) -> bool:
-        """Whether Q comes as the user has it."""
-        return self.query is not None
-
-    @property
     def softmax_bias(self) -> float:
         """How much too large the softmax's input is: tanh leaves no bias."""
-        return 0.0 if self.has_softcap else self.s_bias
+        return self.s_bias if self.scores.is_linear else 0.0
 
     @property
     def softmax_row_descales(self) -> bool:
         """Whether the softmax's input has a scale a row: tanh leaves none."""
-        return self.q_row_descales and not self.has_softcap
-
-    @property
-    def shifts_scores(self) -> bool:
-        """Whether `lse_shift` is added to scores: a softmax can do without, tanh cannot."""
-        return self.shift_lse and self.has_softcap
-
-    @property
-    def shifts_lse(self) -> bool:
-        """Whether `lse_shift` is added to the lse: with a softcap scores have it already."""
-        return self.shift_lse and not self.has_softcap
+        return self.q_row_descales and self.scores.is_linear
 
     @property
     def of_scaled_scores(self) -> AttentionSpec:
@@ -172,18 +151,19 @@ class AttentionSpec(NamedTuple):
     @property
     def rows_may_be_empty(self) -> bool:
         """Whether a block of keys may hold none that a row has seen."""
-        return self.has_left or self.has_right or self.first_block_max or self.row_ranges or self.block_sparse
+        ends = self.scores.has_left or self.scores.has_right
+        return ends or self.first_block_max or self.row_ranges or self.block_sparse
 
     @property
     def out_may_be_empty(self) -> bool:
         """Whether a row may have seen no key at all. Without a mask every row sees all keys."""
-        some_ends = self.has_right or self.varlen or self.is_split_kv or (self.multi_rank and self.has_left)
-        return some_ends or self.row_ranges or self.block_sparse
+        ends = self.scores.has_right or (self.multi_rank and self.scores.has_left)
+        return ends or self.varlen or self.is_split_kv or self.row_ranges or self.block_sparse
 
     @property
     def totals_may_be_nan(self) -> bool:
         """Whether such a row's sum may be NaN: a sink that is NaN stays one."""
-        return self.has_sinks or self.varlen
+        return self.scores.has_sinks or self.varlen
 
     @property
     def all_fused(self) -> bool:

@@ -95,17 +95,17 @@ def softmax_input(
     s: torch.Tensor,  # [bm, bn]
     qk_scale: torch.Tensor,  # [bm] or []
     scales: ScoreScales,
-    shift: torch.Tensor,  # [bm]
+    lse_shift_scaled: torch.Tensor,  # [bm]
     spec: AttentionSpec,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores, and what they are still to be multiplied by: as they are, or with a softcap their tanh."""
-    if not spec.has_softcap:
+    if spec.scores.is_linear:
         return s, qk_scale
     if spec.s_bias:
         s = s - spec.s_bias
     s = scaled(s, qk_scale, spec.q_row_descales)
-    if spec.shift_lse:
-        s = s + shift.unsqueeze(1)
+    if spec.scores.has_lse_shift:
+        s = s + lse_shift_scaled.unsqueeze(1)
     return tanh(s, spec.is_cuda), hl.full([], scales.tanh_scale, dtype=torch.float32)
 
 
@@ -154,10 +154,10 @@ def online_softmax_step(
         else:
             m_new = maximum(m_i, top, spec.is_cuda)
             m_ref = finite(m_new, spec.rows_may_be_empty)
-    shift = m_ref
+    reference = m_ref
     if biased:
-        shift = shift + bias * qk_scale_log2
-    p = torch.exp2(scaled(s, qk_scale_log2, spec.softmax_row_descales) - shift.unsqueeze(1))
+        reference = reference + bias * qk_scale_log2
+    p = torch.exp2(scaled(s, qk_scale_log2, spec.softmax_row_descales) - reference.unsqueeze(1))
     if spec.marks_p:
         p = computed_once(p, spec.is_cuda)
     alpha = torch.exp2(m_i - m_ref)
@@ -215,15 +215,15 @@ def store_lse(
     lse: torch.Tensor,  # [B * H * M]
     m_i: torch.Tensor,  # [bm]
     total: torch.Tensor,  # [bm]
-    shift: torch.Tensor,  # [bm]
+    lse_shift_scaled: torch.Tensor,  # [bm]
     lse_rows: torch.Tensor,  # [bm]
     keep: torch.Tensor,  # [bm]
-    add_shift: hl.constexpr,
+    lse_shift_in_lse: hl.constexpr,
 ) -> None:
-    """The log of the sum of `total` times two to `m_i`, and to `shift` if `add_shift`: what smooth-K took."""
+    """The log of the sum of `total` times two to `m_i`, and to `lse_shift_scaled` if that is not in it yet."""
     lse_log2 = m_i + torch.log2(total)
-    if add_shift:
-        lse_log2 = lse_log2 + shift
+    if lse_shift_in_lse:
+        lse_log2 = lse_log2 + lse_shift_scaled
     hl.store(lse, [lse_rows], lse_log2 * LN2, extra_mask=keep)
 
 
@@ -275,7 +275,7 @@ def store_out(
     d = first + hl.arange(d_tile)
     # [bm]
     normaliser = 1.0 / row_sum
-    if spec.has_sinks:
+    if spec.scores.has_sinks:
         normaliser = alpha / total
     if spec.v_channel_descales:
         o = acc * normaliser.unsqueeze(1) * descale.unsqueeze(0)
@@ -283,7 +283,7 @@ def store_out(
         o = acc * (normaliser * descale).unsqueeze(1)
     # [1, d_tile]
     mean = mean.unsqueeze(0)
-    if spec.has_sinks:
+    if spec.scores.has_sinks:
         # The mean is that of real keys, and comes back times the probability that they hold.
         mean = (row_sum * normaliser).unsqueeze(1) * mean
     # [bm, d_tile]

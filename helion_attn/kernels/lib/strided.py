@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from helion_attn.compiler.helion_adapter import hl
-from helion_attn.configs import row_width
+from helion_attn.configs import Packing
 
 #: Bytes.
 WIDEST_LOAD = 16
@@ -90,7 +90,7 @@ class StridedQKV(NamedTuple):
     D_row: int
 
     def arguments(self, of: str) -> dict[str, Any]:
-        """The tensors `of` and their steps but `d_steps`, as the kernels name them."""
+        """Return the tensors `of` and their steps but `d_steps`, by the names of kernels' arguments."""
         found: dict[str, Any] = {}
         for i, x in enumerate("qkv"):
             if x in of:
@@ -104,7 +104,7 @@ class StridedQKV(NamedTuple):
         return max(x.numel() for x in self.flat) >= 2**31
 
 
-def strided_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, D_pad: int, D_v_pad: int) -> StridedQKV:
+def strided_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing) -> StridedQKV:
     """View q [B, H, M, D], k [B, H_kv, N, D] and v [B, H_kv, N, D_v], of any strides. Copies nothing."""
     unit = common_unit(q, k, v)
     rows = [strided_rows(x, unit) for x in (q, k, v)]
@@ -112,8 +112,8 @@ def strided_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, D_pad: int, D
     d_steps = (rows[0].d_step, rows[1].d_step, rows[2].d_step)
     steps = tuple(step for r in rows for step in (r.b_step, r.h_step, r.s_step))
     (B, H, M, D), (H_kv, N) = q.shape, k.shape[1:3]
-    D_row = row_width(D_pad, D_v_pad)
-    return StridedQKV(flat, steps, d_steps, unit, B, H, H_kv, M, N, D, v.size(3), D_pad, D_v_pad, D_row)
+    padded = (packing.D_pad, packing.D_v_pad, packing.D_row)
+    return StridedQKV(flat, steps, d_steps, unit, B, H, H_kv, M, N, D, v.size(3), *padded)
 
 
 def row_channels(d: hl.constexpr, d_at_run_time: int, d_step: hl.constexpr) -> int:

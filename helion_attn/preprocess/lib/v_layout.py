@@ -15,12 +15,6 @@ def key_stored_at(position: torch.Tensor) -> torch.Tensor:
     return position - in_group + (in_group // 2 % 2) * 8 + (in_group // 4) * 2 + in_group % 2
 
 
-def position_of_key(key: torch.Tensor) -> torch.Tensor:
-    """Where V has a key of a block, the inverse of `key_stored_at`."""
-    in_group = key % 16
-    return key - in_group + (in_group % 8 // 2) * 4 + (in_group // 8) * 2 + in_group % 2
-
-
 def v_descales(
     amax: torch.Tensor,  # [B * H_kv, D_row]
     bh: int,

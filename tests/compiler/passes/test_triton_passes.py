@@ -360,7 +360,7 @@ D_V = {(192, 128): 128, (576, 256): 512}
     ("tile", "recipe"), [pytest.param(tile, name, id=f"{shipped_id(tile)}-{name}") for tile, name in SHIPPED]
 )
 def test_shipped_configs_have_their_passes(tile: TileConfig, recipe: str) -> None:
-    kernel = shared(compile_attention, tile.D_pad, tile.causal, recipe=LADDER[recipe], B=batch_for(tile))
+    kernel = shared(compile_attention, tile.D_pad, tile.has_right, recipe=LADDER[recipe], B=batch_for(tile))
     assert missing(kernel.passes, tile.passes) == []
     needed = [x.name for x in kernel.passes if x.applied or (not MEASURED and x.reason in computed_once.NOT_NEEDED[1:])]
     assert needed == [*tile.passes]
@@ -372,7 +372,7 @@ def test_shipped_configs_have_their_passes(tile: TileConfig, recipe: str) -> Non
 )
 def test_shipped_configs_of_large_head_dims_have_their_passes(tile: LargeTileConfig, recipe: str) -> None:
     D_v = D_V.get((tile.D_pad, tile.v_tile), tile.D_pad)
-    kernel = shared(compile_attention, tile.D_pad, tile.causal, D_v=D_v, recipe=LADDER[recipe], B=batch_for(tile))
+    kernel = shared(compile_attention, tile.D_pad, tile.has_right, D_v=D_v, recipe=LADDER[recipe], B=batch_for(tile))
     assert missing(kernel.passes, tile.passes) == []
     assert [x.name for x in kernel.passes if x.applied] == [*tile.passes]
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import helion_attn as ha
 from devtools.inputs import make_qkv
-from helion_attn import calls, plans
+from helion_attn import plans, public_calls
 from helion_attn.testing import relative_error
 
 
@@ -179,7 +179,7 @@ def test_a_call_is_logged_once(device: str, logged: list[str], monkeypatch: pyte
 
 def test_a_device_is_named() -> None:
     q = torch.empty(1, 2, 20, 32, dtype=torch.float16, device="meta")
-    line = calls.line(calls.Call("attention", {"q": q}, {}), "none")
+    line = public_calls.line(public_calls.PublicCall("attention", {"q": q}, {}), "none")
     assert line == 'q = torch.randn(1, 2, 20, 32, dtype=torch.float16, device="meta"); ha.attention(q)  # none'
 
 

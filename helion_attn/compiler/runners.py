@@ -155,3 +155,13 @@ def compiled(fn: Callable[..., Any], config: Config, expected: tuple[str, ...] =
 def interpreted(fn: Callable[..., Any]) -> Interpreted:
     """The same source, run step by step with PyTorch operations: for CPU tensors."""
     return Interpreted(fn)
+
+
+def by_device(fn: Callable[..., Any], config: Config) -> Callable[[bool], Runner]:
+    """The function that returns how `fn` runs: on a GPU compiled with `config` if it is given True, or interpreted."""
+
+    def kernel(is_cuda: bool) -> Runner:
+        return compiled(fn, config) if is_cuda else interpreted(fn)
+
+    kernel.__module__ = fn.__module__
+    return functools.cache(kernel)

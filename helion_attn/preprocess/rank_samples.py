@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import torch
 
-from helion_attn.configs import Packing, row_width
+from helion_attn.configs import Packing
 from helion_attn.kernels.lib.norm import no_norms
 from helion_attn.kernels.lib.rope import rope_tables
 from helion_attn.kernels.lib.strided import strided_qkv
@@ -37,7 +37,7 @@ from helion_attn.problem import (
     QuantizeRankArgs,
     RopeArgs,
     SampledTokens,
-    TransformArgs,
+    TransformRowsArgs,
 )
 from helion_attn.types import PackedTensors, Recipe
 
@@ -67,13 +67,13 @@ def shares(recipe: Recipe) -> bool:
 
 def sampled_queries(group: int, packing: Packing) -> tuple[int, int]:
     """How many queries are sampled, at most, and of how many heads of a group: those that `sample` takes."""
-    rows = equalised_rows(row_width(packing.D_pad, packing.D_v_pad), False)
+    rows = equalised_rows(packing.D_row, False)
     members, queries = equalised_queries(group, rows)
     return queries, members
 
 
 def _sampled(x: torch.Tensor, of: SampledTokens) -> torch.Tensor:
-    """Those of x [S, ...] that are of the sample, a view unless they come from two runs."""
+    """Rows of x [S, ...] that are of the sample, a view unless they come from two runs."""
     rows = x[of.first :: of.every][: of.first_count]
     if of.second_count:
         rows = torch.cat([rows, x[of.second :: of.every][: of.second_count]])
@@ -90,7 +90,7 @@ def _rotated(x: torch.Tensor, positions: torch.Tensor | None, of: SampledTokens,
     rows_bhsd = rows.permute(1, 2, 0, 3)
     rotated = rows_bhsd.new_empty(rows_bhsd.shape)
     angles = RopeArgs(rope.cos, rope.sin, at, None, rope.interleaved)
-    transform_rows.launch(TransformArgs(rows_bhsd, angles, None, False, False), rotated)
+    transform_rows.launch(TransformRowsArgs(rows_bhsd, angles, None, False, False), rotated)
     return rotated.permute(2, 0, 1, 3)
 
 
@@ -161,7 +161,7 @@ def of_all_ranks(
     k, v = rows[..., :D], rows[..., end_of_k : end_of_k + D_v]
     # Without `recipe.equalise` no Q is read.
     q = k if q_sample is None else q_sample.permute(1, 2, 0, 3)[..., :D]
-    source = strided_qkv(q, k, v, packing.D_pad, packing.D_v_pad)
+    source = strided_qkv(q, k, v, packing)
     unused = kv_sample.new_empty(1, dtype=torch.float32)
     rope = rope_tables(NO_ROPE_ARGUMENTS, source.D_row, unused)
     found = sample.launch(source, no_norms(unused), rope, recipe)
@@ -177,8 +177,8 @@ def of_all_ranks(
 
 
 def quantize(a: QuantizeRankArgs) -> PackedTensors:
-    """A rank's Q, K and V in the packed format, with the constants of all ranks: as `preprocess.quantize_qkv`."""
-    source = strided_qkv(a.q, a.k, a.v, a.packing.D_pad, a.packing.D_v_pad)
+    """A rank's Q, K and V in the packed format, with the constants of all ranks: as `pipeline.quantize_qkv`."""
+    source = strided_qkv(a.q, a.k, a.v, a.packing)
     unused = a.q.new_empty(1, dtype=torch.float32)
     norms, rope = no_norms(unused), rope_tables(a.rope, source.D_row, unused)
     if shares(a.recipe):
@@ -186,5 +186,5 @@ def quantize(a: QuantizeRankArgs) -> PackedTensors:
     else:
         known = sample.launch(source, norms, rope, a.recipe)
     return pack.launch(
-        source, norms, rope, known, a.packing.bm, a.packing.bn, a.recipe, a.shift_lse, all_keys=a.all_keys
+        source, norms, rope, known, a.packing.bm, a.packing.bn, a.recipe, a.needs_lse_shift, all_keys=a.all_keys
     )  # fmt: skip

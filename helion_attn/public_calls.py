@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
 
 
-class Call(NamedTuple):
+class PublicCall(NamedTuple):
     """A call of `helion_attn.FUNCTION`. What holds several tensors, such as a `Rope`, is the dict of its fields.
 
     Attributes:
@@ -38,33 +38,33 @@ class Call(NamedTuple):
     options: dict[str, Any]
 
 
-def of_dense(a: DenseArgs) -> Call:
+def of_attention(a: DenseArgs) -> PublicCall:
     """Return the call of `attention`."""
     mask = {"M": a.q.size(2), "N": a.k.size(2), **a.block_mask._asdict()} if a.block_mask.block_sparse else None
     options = {
         **_layout(a.bshd),
-        **_score_options(a.softmax, a.q.size(3)),
+        **_score_options(a.scores, a.q.size(3)),
         "recipe": a.recipe,
         **_rope_and_norms(a.rope, a.norm),
         "block_mask": mask,
         "num_splits": a.num_splits,
-        **_outputs(a.softmax, a.shift_lse, a.out_dtype, a.q.dtype),
+        **_outputs(a.scores, a.needs_lse_shift, a.out_dtype, a.q.dtype),
     }
-    return Call("attention", _tensors(a.bshd, q=a.q, k=a.k, v=a.v), _given(options))
+    return PublicCall("attention", _tensors(a.bshd, q=a.q, k=a.k, v=a.v), _given(options))
 
 
-def of_varlen(a: VarlenArgs) -> Call:
+def of_attention_varlen(a: VarlenArgs) -> PublicCall:
     """Return the call of `attention_varlen`."""
     options = {
-        **_score_options(a.softmax, a.q.size(2)),
+        **_score_options(a.scores, a.q.size(2)),
         "recipe": a.recipe,
-        **_outputs(a.softmax, a.shift_lse, a.out_dtype, a.q.dtype),
+        **_outputs(a.scores, a.needs_lse_shift, a.out_dtype, a.q.dtype),
     }
     tensors = {"q": a.q, "k": a.k, "v": a.v, "cu_seqlens_q": a.cu_seqlens_q, "cu_seqlens_k": a.cu_seqlens_k}
-    return Call("attention_varlen", tensors, _given(options))
+    return PublicCall("attention_varlen", tensors, _given(options))
 
 
-def of_packed(a: AttentionArgs) -> Call:
+def of_attention_quantized(a: AttentionArgs) -> PublicCall:
     """Return the call of `attention_quantized`, as if the output had the unquantised tensors' dtype."""
     dtype = torch.bfloat16 if a.out_dtype in FORMAT_MAX else a.out_dtype
     qkv = {
@@ -78,40 +78,40 @@ def of_packed(a: AttentionArgs) -> Call:
         "recipe": a.recipe,
     }
     options = {
-        **_score_options(a.softmax, a.d),
+        **_score_options(a.scores, a.d),
         "block_mask": {"M": a.m_len, "N": a.n_len, **a.block_mask._asdict()} if a.block_mask.block_sparse else None,
         "num_splits": a.num_splits,
         "out_dtype": None if a.out_dtype == dtype else a.out_dtype,
     }
-    return Call("attention_quantized", {"qkv": qkv}, _given(options))
+    return PublicCall("attention_quantized", {"qkv": qkv}, _given(options))
 
 
-def of_quantize(a: QuantizeArgs) -> Call:
+def of_quantize(a: QuantizeArgs) -> PublicCall:
     """Return the call of `quantize`."""
     options = {"recipe": a.recipe, **_rope_and_norms(a.rope, a.norm)}
-    return Call("quantize", {"q": a.q, "k": a.k, "v": a.v}, _given(options))
+    return PublicCall("quantize", {"q": a.q, "k": a.k, "v": a.v}, _given(options))
 
 
-def of_pack(a: PackArgs) -> Call:
+def of_pack(a: PackArgs) -> PublicCall:
     """Return the call of `pack`, with descales of 1, which the operation does not see."""
-    return Call("pack", {"q": a.q, "k": a.k, "v": a.v}, {"q_descale": 1.0, "k_descale": 1.0, "v_descale": 1.0})
+    return PublicCall("pack", {"q": a.q, "k": a.k, "v": a.v}, {"q_descale": 1.0, "k_descale": 1.0, "v_descale": 1.0})
 
 
-def of_decode(a: DecodeArgs) -> Call:
+def of_decode(a: DecodeArgs) -> PublicCall:
     """Return the call of `attention_kvcache`."""
     options = {
         **_layout(a.bshd),
-        **_score_options(a.softmax, a.cache.D),
+        **_score_options(a.scores, a.cache.D),
         "num_splits": a.splits,
-        **_outputs(a.softmax, a.shift_lse, a.out_dtype, a.q.dtype),
+        **_outputs(a.scores, a.needs_lse_shift, a.out_dtype, a.q.dtype),
     }
     q = _tensors(a.bshd, q=a.q)
     tensors = {**q, "cache": dict(vars(a.cache)), "block_table": a.block_table, "cache_seqlens": a.cache_seqlens}
     # Its default is True.
-    return Call("attention_kvcache", tensors, {"causal": a.softmax.right == 0, **_given(options)})
+    return PublicCall("attention_kvcache", tensors, {"causal": a.scores.right == 0, **_given(options)})
 
 
-def of_append(a: AppendArgs) -> Call:
+def of_append(a: AppendArgs) -> PublicCall:
     """Return the call of `append_kvcache`."""
     tensors = {
         "cache": dict(vars(a.cache)),
@@ -120,13 +120,13 @@ def of_append(a: AppendArgs) -> Call:
         "block_table": a.block_table,
         "cache_seqlens": a.cache_seqlens,
     }
-    return Call("append_kvcache", tensors, _given({"drafts": a.drafts or None, "rope": _rope(a.rope)}))
+    return PublicCall("append_kvcache", tensors, _given({"drafts": a.drafts or None, "rope": _rope(a.rope)}))
 
 
-def of_ranks(function: str, tensors: dict[str, Any], options: dict[str, Any], rope: Rope | None) -> Call:
+def of_ranks(function: str, tensors: dict[str, Any], options: dict[str, Any], rope: Rope | None) -> PublicCall:
     """Return the call of a function of `distributed`, on the default group."""
     fields = {"rope": None if rope is None else dict(vars(rope))}
-    return Call(f"distributed.{function}", tensors, _given({**options, **fields}))
+    return PublicCall(f"distributed.{function}", tensors, _given({**options, **fields}))
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:
@@ -143,21 +143,21 @@ def _layout(bshd: bool) -> dict[str, Any]:
     return {"layout": "bshd"} if bshd else {}
 
 
-def _score_options(softmax: ScoreOptions, D: int) -> dict[str, Any]:
-    causal = softmax.right == 0
-    right = -1 if causal else softmax.right
+def _score_options(scores: ScoreOptions, D: int) -> dict[str, Any]:
+    causal = scores.right == 0
+    right = -1 if causal else scores.right
     return {
-        **softmax.kwargs(),
+        **scores.kwargs(),
         "causal": causal,
-        "sm_scale": None if softmax.sm_scale == float(D**-0.5) else softmax.sm_scale,
-        "window": None if softmax.left < 0 and right < 0 else (softmax.left, right),
+        "sm_scale": None if scores.sm_scale == float(D**-0.5) else scores.sm_scale,
+        "window": None if scores.left < 0 and right < 0 else (scores.left, right),
     }
 
 
-def _outputs(softmax: ScoreOptions, shift_lse: bool, out_dtype: torch.dtype, dtype: torch.dtype) -> dict[str, Any]:
+def _outputs(scores: ScoreOptions, needs_lse_shift: bool, out_dtype: torch.dtype, dtype: torch.dtype) -> dict[str, Any]:
     """Where K's mean must be corrected anyway, the operation does not tell whether lse was asked for."""
     return {
-        "return_lse": shift_lse and not softmax.needs_k_mean_correction(return_lse=False),
+        "return_lse": needs_lse_shift and not scores.needs_lse_shift(return_lse=False),
         "out_dtype": None if out_dtype == dtype else out_dtype,
     }
 
@@ -174,7 +174,7 @@ def _rope_and_norms(rope: RopeArgs, norm: NormArgs) -> dict[str, Any]:
     }
 
 
-def line(call: Call, comment: str) -> str:
+def line(call: PublicCall, comment: str) -> str:
     """Return a line that makes the call on other values, after `import torch, helion_attn as ha`.
 
     Its tensors have the shapes, strides, dtypes and device of the call's. Their values are not read: those of the line
@@ -186,7 +186,7 @@ def line(call: Call, comment: str) -> str:
     return f"{''.join(made)}ha.{call.function}({', '.join([*call.tensors, *options])})  # {comment}"
 
 
-def _text(name: str, x: Any, call: Call) -> str:
+def _text(name: str, x: Any, call: PublicCall) -> str:
     """An argument as an expression."""
     match name:
         case "rope":

@@ -49,7 +49,7 @@ def bounds_of_rows(
 
 
 def blocks_before(call: Call, positions: torch.Tensor, round_up: int) -> torch.Tensor:
-    """Blocks of keys before each position, as `kernels.lib.multi_rank.blocks_before` counts them in a kernel."""
+    """Blocks of keys before each position, as `kernels.lib.rank_chunks.blocks_before` counts them in a kernel."""
     n, bn = call.k_cut.chunk_size, call.packing.bn
     chunk = (positions // n).clamp_max(call.k_cut.ranks - 1)
     chunk_blocks = -(-n // bn)
