@@ -191,7 +191,7 @@ def fp8_attn_prefill(
         h = bh % kv_heads
         # A program has a part of V's channels. Parts of a tile are neighbours, read the same K, and have the same lse.
         tile_from_end = from_end // spec.v_parts
-        v_part = int32(from_end % spec.v_parts)
+        v_part = from_end % spec.v_parts
         if spec.batch:
             # [batch]; sequences of few queries are those of `fp8_attn_decode`.
             of_each = queries_of_batch(cu_seqlens, cache_seqlens, B, spec.batch)
