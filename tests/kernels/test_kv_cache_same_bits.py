@@ -11,7 +11,7 @@ import torch
 
 import helion_attn as ha
 from devtools.inputs import make_qkv
-from helion_attn.kernels import decode, lse_shift, prefill
+from helion_attn.kernels import cache_lse_shift, decode, prefill
 from helion_attn.kernels.lib import paged
 from helion_attn.kernels.lib.paged import line_of_page
 from helpers.paged import append_all, make_cache
@@ -129,12 +129,12 @@ def test_chunks_and_batches_change_nothing_where_v_has_other_channels(D: int, D_
 
 
 def rounded_in_first_row(x: torch.Tensor, mean: torch.Tensor, *_: Any) -> torch.Tensor:
-    return x * mean * torch.where(torch.arange(lse_shift.ROWS) == 0, 1 + 2.0**-20, 1.0).unsqueeze(1)
+    return x * mean * torch.where(torch.arange(cache_lse_shift.ROWS) == 0, 1 + 2.0**-20, 1.0).unsqueeze(1)
 
 
 def test_the_check_of_means_can_fail(monkeypatch: Any) -> None:
     """Where a row's place in its tile changes its product with K's mean."""
-    monkeypatch.setattr(lse_shift, "fma", rounded_in_first_row)
+    monkeypatch.setattr(cache_lse_shift, "fma", rounded_in_first_row)
     assert exact(64, "cpu", ha.BALANCED, num_splits=1).changed()
 
 

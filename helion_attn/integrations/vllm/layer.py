@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import torch
@@ -16,17 +15,14 @@ from vllm.v1.attention.backend import (
     AttentionType,
 )
 
-import helion_attn as ha
-from helion_attn.types import OpenPages, PagedKVCache
+from helion_attn.kv_cache import step, step_open_pages
+from helion_attn.types import BALANCED, FAST, OpenPages, PagedKVCache
 
 #: Keys of a page: one of vLLM's blocks.
 PAGE = 128
 
-#: Bytes of a key's descales of K and V.
-DESCALES = 2 * 4
-
-#: Dtype of keys, by vLLM's name of a cache.
-KEY_DTYPES = {"int8_per_token_head": torch.int8, "fp8_per_token_head": torch.float8_e4m3fn}
+#: The preset that a cache is of, by vLLM's name of its dtype.
+RECIPES = {"int8_per_token_head": BALANCED, "fp8_per_token_head": FAST}
 
 
 @dataclasses.dataclass
@@ -58,7 +54,7 @@ class HelionMetadata(AttentionMetadata):
             return None
         address = cache.k8.data_ptr()
         if address not in self.open_pages:
-            made = ha.kv_cache.step_open_pages(cache, tokens, self.seqlens.size(0), drafts=self.drafts)
+            made = step_open_pages(cache, tokens, self.seqlens.size(0), drafts=self.drafts)
             self.open_pages[address] = made
         return self.open_pages[address]
 
@@ -92,23 +88,6 @@ class HelionMetadataBuilder(AttentionMetadataBuilder[HelionMetadata]):
             drafts=self.drafts,
             open_pages={} if self.some_share else None,
         )
-
-
-def cache_in(memory: torch.Tensor, H_kv: int, D: int, key_dtype: torch.dtype) -> PagedKVCache:
-    """Lay a cache over memory [pages, bytes of a page]: K of all pages, then V, K's descales and V's."""
-    heads = memory.size(0), H_kv, PAGE
-    fields = (
-        ((*heads, D), key_dtype),
-        ((*heads[:2], D, PAGE), torch.float8_e4m3fn),
-        (heads, torch.float32),
-        (heads, torch.float32),
-    )
-    flat = memory.view(torch.uint8).view(-1)
-    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in fields]
-    k8, v8, k_descale, v_descale = (
-        x.view(dtype).view(shape) for x, (shape, dtype) in zip(flat.split(sizes), fields, strict=True)
-    )
-    return PagedKVCache(k8, v8, k_descale, v_descale, k_mean=None, channel_factors=None, D=D, D_v=D)
 
 
 class HelionImpl(AttentionImpl[HelionMetadata]):
@@ -157,7 +136,8 @@ class HelionImpl(AttentionImpl[HelionMetadata]):
         """vLLM's memory of a layer, [pages, bytes of a page], as a cache."""
         cache = self._k_scale_cache
         if cache is None or cache.k8.data_ptr() != memory.data_ptr() or cache.k8.size(0) != memory.size(0):
-            cache = cache_in(memory, self.num_kv_heads, self.head_size, KEY_DTYPES[self.kv_cache_dtype])
+            recipe = RECIPES[self.kv_cache_dtype]
+            cache = PagedKVCache.from_buffer(memory.view(torch.uint8), self.num_kv_heads, self.head_size, recipe=recipe)
             self._k_scale_cache = cache
         return cache
 
@@ -180,7 +160,7 @@ class HelionImpl(AttentionImpl[HelionMetadata]):
         if m is None:  # vLLM measures memory
             return output.fill_(0)
         cache = self.cache_of(kv_cache)
-        ha.kv_cache.step(
+        step(
             query,
             None if self.shares_keys else key,
             None if self.shares_keys else value,

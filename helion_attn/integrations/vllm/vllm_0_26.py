@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backend import AttentionBackend
 
-from helion_attn.integrations.vllm.layer import DESCALES, KEY_DTYPES, PAGE, HelionImpl, HelionMetadataBuilder
+from helion_attn.integrations.vllm.layer import PAGE, RECIPES, HelionImpl, HelionMetadataBuilder
+from helion_attn.kv_cache import page_bytes
 
 
 class HelionBackend(AttentionBackend):
@@ -17,7 +18,7 @@ class HelionBackend(AttentionBackend):
     """
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = list(KEY_DTYPES)
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = list(RECIPES)
     # Pages are closed by the call that attends.
     forward_includes_kv_cache_update = True
 
@@ -51,7 +52,7 @@ class HelionBackend(AttentionBackend):
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
         """A layer's memory, in bytes: [pages, bytes of a page]."""
-        return num_blocks, num_kv_heads * block_size * (2 * head_size + DESCALES)
+        return num_blocks, page_bytes(num_kv_heads, head_size)
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
@@ -65,8 +66,8 @@ class HelionBackend(AttentionBackend):
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
-        """A page's bytes are in four places."""
-        return False
+        """A page's bytes are together."""
+        return True
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:

@@ -13,7 +13,7 @@ import torch
 from helion_attn.compiler.helion_adapter import hl
 from helion_attn.compiler.runners import Runner
 from helion_attn.configs import MAX_PIECE
-from helion_attn.kernels import lse_shift
+from helion_attn.kernels import cache_lse_shift
 from helion_attn.kernels.lib.block_max import update_block_max
 from helion_attn.kernels.lib.inline_asm import fma, fma_up, maximum, tanh
 from helion_attn.kernels.lib.keys import split_kv_range
@@ -465,7 +465,7 @@ def launch_paged(
         return x.unflatten(2, (v_pieces, x.size(2) // v_pieces)) if v_pieces > 1 else x
 
     int8_keys = k_dtype == torch.int8
-    shift = lse_shift.launch(a, q, unit, batch is not None)
+    shift = cache_lse_shift.launch(a, q, unit, batch is not None)
     p_bits = takes_bits(v8.dtype, max(k8.size(3), v8.size(2)))
     factors = a.cache.channel_factors
     spec = PagedSpec(

@@ -1,8 +1,10 @@
-"""What K's mean of a paged cache took from the scores of each row of Q: lse_shift = q mean^T * scale, in fp32.
+"""What K's mean of a paged cache took from the scores of each row of Q, scaled: q mean^T * scale, in fp32.
+
+Elsewhere `lse_shift` is the product alone.
 
 A softmax of keys does not see it. `fp8_attn_decode` and `fp8_attn_prefill` give it back to a softcap's tanh, to a sink
-and to the lse, of several runs `merge_splits` to the lse. A row that sees no key has 0. Neighbouring products are added
-pair by pair, so that a row has the same bits in any chunk and batch.
+and to the lse, of several splits `merge_splits` to the lse. A row that sees no key has 0. Neighbouring products are
+added pair by pair, so that a row has the same bits in any chunk and batch.
 """
 
 from __future__ import annotations
