@@ -72,6 +72,7 @@ GOOD: dict[str, Any] = {
     [
         ({}, ""),
         ({"kv_cache_dtype": "fp8_per_token_head", "head_size": 64}, ""),
+        ({"use_kv_connector": True}, ""),
         ({"head_size": 80}, "head_size"),
         ({"dtype": torch.float32}, "dtype"),
         ({"kv_cache_dtype": "auto"}, "kv_cache_dtype"),
@@ -80,7 +81,6 @@ GOOD: dict[str, Any] = {
         ({"device_capability": (10, 0)}, "capability"),
         ({"attn_type": "encoder_only"}, "encoder_only"),
         ({"use_non_causal": True}, "non-causal"),
-        ({"use_kv_connector": True}, "connector"),
     ],
 )
 def test_what_cannot_run_is_refused_at_the_start(backend: Any, changed: dict[str, Any], reason: str) -> None:
