@@ -456,6 +456,11 @@ def attention_of_heads(
     swapped = layout == "bshd"
     q = q.transpose(1, 2) if swapped else q
     (B, H, M, D), (num_pages, H_kv) = q.shape, cache.k8.shape[:2]
+    if cache.k8.stride(0) != H_kv * cache.k8.stride(1):
+        raise NotImplementedError(
+            f"pages of the cache lie {cache.k8.stride(0)} bytes apart; with a block table of every KV head they must "
+            f"follow each other, {H_kv * cache.k8.stride(1)} bytes apart: give from_buffer rows of page_bytes"
+        )
     per_head: dict[str, Any] = {name: x.view(-1, 1, *x.shape[2:]) for name, x in cache._tensors().items()}
     # Sequence b * H_kv + h has the constants of head h.
     per_head |= {name: x.unsqueeze(1) for name, x in cache._tensors().items() if name in CONSTANTS}

@@ -50,6 +50,24 @@ def test_has_the_bits_of_a_cache_of_its_own(D: int, D_v: int, recipe: Any, devic
     assert torch.all(buffer[:, 2 * size :] == OTHERS)
 
 
+def test_pages_of_every_head(device: str) -> None:
+    """Where pages follow each other; otherwise the call raises."""
+    size = ha.kv_cache.page_bytes(2, 64)
+    buffer = torch.zeros(4, size, dtype=torch.uint8, device=device)
+    cache, own = ha.PagedKVCache.from_buffer(buffer, 2, 64), ha.paged_kv_cache(4, 2, 64, device=device)
+    table, start = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([[3, 1]], [0]))
+    q, k, v = torch.randn(3, 1, 2, 200, 64, generator=torch.Generator().manual_seed(0)).to(device)
+    of_heads, lengths = torch.stack((table, table[:, [1, 0]]), 1), torch.full((1, 2), 128, device=device).int()
+    outs = []
+    for x in (cache, own):
+        ha.append_kvcache(x, k, v, table, start)
+        outs.append(ha.attention_kvcache(q[:, :, -1:], x, of_heads, lengths))
+    assert torch.equal(outs[0], outs[1])
+    apart = ha.PagedKVCache.from_buffer(torch.zeros(4, 2 * size, dtype=torch.uint8, device=device), 2, 64)
+    with pytest.raises(NotImplementedError, match=r"pages of the cache lie 69632 bytes apart; .* 34816 bytes apart"):
+        ha.attention_kvcache(q[:, :, -1:], apart, of_heads, lengths)
+
+
 def test_where_bytes_lie(device: str) -> None:
     """Of a head K, V, and descales of both."""
     buffer = torch.zeros(2, ha.kv_cache.page_bytes(2, 64), dtype=torch.uint8, device=device)
