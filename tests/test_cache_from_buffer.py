@@ -57,7 +57,10 @@ def test_pages_of_every_head(device: str) -> None:
     cache, own = ha.PagedKVCache.from_buffer(buffer, 2, 64), ha.paged_kv_cache(4, 2, 64, device=device)
     table, start = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([[3, 1]], [0]))
     q, k, v = torch.randn(3, 1, 2, 200, 64, generator=torch.Generator().manual_seed(0)).to(device)
-    of_heads, lengths = torch.stack((table, table[:, [1, 0]]), 1), torch.full((1, 2), 128, device=device).int()
+    of_heads, lengths = (
+        torch.stack((table, table[:, [1, 0]]), 1),
+        torch.tensor([[128, 72]], dtype=torch.int32, device=device),
+    )
     outs = []
     for x in (cache, own):
         ha.append_kvcache(x, k, v, table, start)
