@@ -239,8 +239,14 @@ def test_rope(device: str) -> None:
 
 def test_lengths_are_not_in_the_plan(device: str, monkeypatch: Any) -> None:
     """Other lengths, pages and padding, as many tokens and rows: one plan, and nothing is read on the host."""
-    keys, remember = set(), plans.remember
-    monkeypatch.setattr(plans, "remember", lambda key, plan: (keys.add(key), remember(key, plan))[1])
+    keys: set[Any] = set()
+    remember = plans.remember
+
+    def noted(key: Any, plan: Any) -> Any:
+        keys.add(key)
+        return remember(key, plan)
+
+    monkeypatch.setattr(plans, "remember", noted)
     plans.forget()
     for sequences in ([(5, 0), (1, 200), (1, -1), (60, 10)], [(1, 130), (64, 0), (1, 3), (1, 250)]):
         step = make_step(sequences, device)
