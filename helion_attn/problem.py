@@ -445,6 +445,11 @@ def open_page_count(tokens: int, sequences: int, page_size: int, drafts: int) ->
     return tokens // page_size + sequences * pages_apart(drafts)
 
 
+def power_that_holds(sequences: int) -> int:
+    """A power of two that holds so many sequences; the fewest are 16."""
+    return max(16, 1 << (sequences - 1).bit_length())
+
+
 class PackedBatch(NamedTuple):
     """Queries of sequences that follow each other, [1, heads, tokens, D], and not as many of each.
 
@@ -461,7 +466,7 @@ class PackedBatch(NamedTuple):
     @property
     def size(self) -> int:
         """A power of two that holds the sequences."""
-        return max(16, 1 << (self.cu_seqlens.size(0) - 2).bit_length())
+        return power_that_holds(self.cu_seqlens.size(0) - 1)
 
 
 class QuantizeArgs(NamedTuple):
@@ -681,7 +686,7 @@ class StepArgs(NamedTuple):
         max_seqlen_q: the most tokens of a sequence, or None; a guess, like the next.
         max_seqlen_k: the most keys.
         splits: and the rest, as in `DecodeArgs`.
-        rope: rotates K. Before `softmax`: `api.split_tensors` has its tensors before sinks.
+        rope: rotates K. Before `scores`: `api.split_tensors` has its tensors before sinks.
     """
 
     q: torch.Tensor

@@ -218,7 +218,7 @@ def fp8_attn_decode(
         head = h * group + r - i * int32(group)
         # [rows, D_pad]
         cols = hl.arange(d_tile)
-        row_offset = (b * q_b_step + head * q_h_step + (first_query + i) * q_s_step) * spec.unit
+        row_offset = (b * q_b_step + head * q_h_step + (first_query + i).to(torch.int64) * q_s_step) * spec.unit
         keep = in_range.unsqueeze(1) & (cols < spec.d).unsqueeze(0)
         x = hl.load(q, [row_offset.unsqueeze(1) + cols.unsqueeze(0) * spec.d_step], extra_mask=keep).to(torch.float32)
         if spec.equalise:

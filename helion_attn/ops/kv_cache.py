@@ -1,4 +1,4 @@
-"""`append_kv` and `fp8_attn_decode`: writing a paged cache, and attention over it, by one of two kernels."""
+"""Operations of a paged cache: append to it, attend over it by one of two kernels, and both in one step."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from helion_attn.kernels.lib.scalars import int32, quotient
 from helion_attn.kernels.lib.strided import flat_memory
 from helion_attn.numerics import CLOSED
 from helion_attn.preprocess.lib.v_layout import key_stored_at
-from helion_attn.problem import AppendArgs, PackedBatch, open_page_count, pages_apart
+from helion_attn.problem import AppendArgs, PackedBatch, open_page_count, pages_apart, power_that_holds
 
 #: Steps of a cache's tensors come in these, 16 bytes, so that Triton knows that they are aligned.
 BYTE_UNIT, FP32_UNIT = 16, 4
@@ -46,6 +46,7 @@ class CloseSpec(NamedTuple):
         closed: what marks a closed page.
         batch: a power of two that holds the sequences of a packed batch, which have different numbers of new keys; or
             0.
+        sequences: a power of two that holds all.
         is_cuda: the kernel is compiled; otherwise interpreted.
     """
 
@@ -56,6 +57,7 @@ class CloseSpec(NamedTuple):
     int8_keys: bool
     closed: float
     batch: int
+    sequences: int
     is_cuda: bool
 
 
@@ -125,14 +127,31 @@ def close_full_pages(
         of_v = (wide_page * v_page_step + h * v_head_step) * BYTE_UNIT
         of_descales = (wide_page * d_page_step + h * d_head_step) * FP32_UNIT
         begin, end, keys = j * spec.bn, (j + 1) * spec.bn, first + new_keys
-        is_full, settled = end <= keys, end <= keys - drafts
+        # A sequence may have fewer new keys than drafts: only new ones may be rejected.
+        kept = torch.maximum(keys - drafts, first)
+        is_full, settled = end <= keys, end <= kept
         # Behind a full page that drafts keep open.
-        follows = (begin < keys) & (begin > first) & (begin > keys - drafts)
+        follows = (begin < keys) & (begin > first) & (begin > kept)
         # Not "open", since a NaN is neither.
         closed = (hl.load(k_descale, [of_descales + 1]) < 0.0).to(torch.int32)
-        closes = settled & (closed == 0)
+        closes = (settled & (closed == 0)).to(torch.int32)
+        if (i == 0) & known:
+            # Others may have the page: whose new keys fill it closes it, or else the first of those that follow it.
+            # [sequences]
+            other = hl.arange(spec.sequences)
+            there = other < B
+            other_new = int32(length) + 0 * other
+            if spec.batch:
+                other_new = queries_of_batch(cu_seqlens, cache_seqlens, B, spec.sequences)
+            other_first = hl.load(cache_seqlens, [other], extra_mask=there)
+            if spec.batch:
+                other_first = other_first - other_new
+            same = there & (hl.load(block_table, [other * max_pages + j], extra_mask=there) == page) & (other_new > 0)
+            fills = same & (other_first // spec.bn <= j) & (other_first + other_new > begin)
+            follows_sooner = same & (other_first // spec.bn - 1 == j) & (other < b)
+            closes = torch.where((fills | follows_sooner).to(torch.int32).sum(0) > 0, 0, closes)
         copies = (i > 0) & (is_full | follows)
-        if known & (closes | copies):
+        if known & ((closes > 0) | copies):
             # [bn], keys, and V's in their order
             slot = hl.arange(spec.bn)
             stored = key_stored_at(slot)
@@ -160,7 +179,7 @@ def close_full_pages(
                 if copies:
                     k_there = open_block * (spec.bn * spec.d_pad) + k_in_page
                     hl.store(open_k8, [k_there], torch.where(as_it_is, k, k_closed))
-                if closes:
+                if closes > 0:
                     hl.store(k8, [k_at], k_closed)
             for v_tile in hl.grid(spec.d_v_pad // spec.d_tile):
                 # [d_tile, bn]
@@ -172,7 +191,7 @@ def close_full_pages(
                 if copies:
                     v_there = open_block * (spec.bn * spec.d_v_pad) + v_in_page
                     hl.store(open_v8, [v_there], torch.where(as_it_is, v, v_closed))
-                if closes:
+                if closes > 0:
                     hl.store(v8, [v_at], v_closed)
             marked = slot < 2
             new_k, new_v = (torch.where(slot == 0, x, spec.closed) for x in (page_k, page_v))
@@ -184,7 +203,7 @@ def close_full_pages(
             if spec.is_cuda:
                 # All have read the descales.
                 hl.inline_triton("tl.debug_barrier()", args=(), output_like=None)
-            if closes:
+            if closes > 0:
                 hl.store(k_descale, [of_descales + slot], new_k, extra_mask=marked)
                 hl.store(v_descale, [of_descales + slot], new_v, extra_mask=marked)
 
@@ -252,6 +271,7 @@ def launch(
                 int8_keys=cache.k8.dtype == torch.int8,
                 closed=CLOSED,
                 batch=0 if batch is None else batch.size,
+                sequences=power_that_holds(sequences),
                 is_cuda=a.k.is_cuda,
             ),
         }

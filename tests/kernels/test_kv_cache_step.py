@@ -17,6 +17,11 @@ from helpers.paged import append_all, make_cache
 
 BOTH = pytest.mark.parametrize("recipe", [ha.FAST, ha.BALANCED], ids=str)
 
+
+def cache_tensors(cache: ha.PagedKVCache) -> tuple[torch.Tensor, ...]:
+    return cache.k8, cache.v8, cache.k_descale, cache.v_descale
+
+
 #: What rows of the output that are not written hold.
 UNWRITTEN = 7.0
 
@@ -221,6 +226,41 @@ def test_layers_that_share_keys(device: str) -> None:
     assert torch.equal(alone_lse[:, seen], lse[:, seen])
     closed = ha.kv_cache.step(step.q, None, None, *tables, out=torch.full_like(out, UNWRITTEN))
     assert not torch.equal(closed, out), "pages of the cache are not closed"
+
+
+@BOTH
+@pytest.mark.parametrize(("stored", "drafts"), [(0, 0), (0, 3), (256, 3)])
+def test_a_prefix_that_comes_in_the_same_step(stored: int, drafts: int, recipe: ha.Recipe, device: str) -> None:
+    """Two sequences read pages that a third one fills in this step, or that drafts left open before it."""
+    sequences = [(5, 256), (301 - stored, stored), (9, 256)]
+    together, apart = (make_step(sequences, device, recipe=recipe) for _ in range(2))
+    for step in (together, apart):
+        step.table[[0, 2], :2] = step.table[1, :2]
+        for x in (step.k, step.v):
+            x[[0, 2], :, :256] = x[1, :, :256]
+        if stored:  # its last page stays open
+            table, start = step.table[1:2].contiguous(), torch.zeros(1, dtype=torch.int32, device=device)
+            ha.append_kvcache(step.cache, step.k[1:2, :, :stored], step.v[1:2, :, :stored], table, start, drafts=drafts)
+    out, _ = together.run(drafts=drafts, num_splits=1)
+    # First the one, then the others.
+    for only in ([1], [0, 2]):
+        seqlens = torch.full_like(apart.seqlens, -1)
+        seqlens[only] = apart.seqlens[only]
+        one = dataclasses.replace(apart, seqlens=seqlens)
+        expected, _ = one.run(drafts=drafts, num_splits=1)
+        for b in only:
+            assert torch.equal(out[together.rows(b)], expected[together.rows(b)])
+    for page in together.table[1, :2].tolist():
+        for x, y in zip(cache_tensors(together.cache), cache_tensors(apart.cache), strict=True):
+            assert torch.equal(x[page].view(torch.uint8), y[page].view(torch.uint8))
+
+
+@BOTH
+def test_fewer_new_tokens_than_drafts(recipe: ha.Recipe, device: str) -> None:
+    """A token that was there before cannot be rejected."""
+    sequences = [(1, 128), (2, 127), (1, 129), (3, 300)]
+    outs = [make_step(sequences, device, recipe=recipe).run(drafts=drafts, num_splits=1)[0][:7] for drafts in (0, 3)]
+    assert torch.equal(outs[0], outs[1])
 
 
 def test_rope(device: str) -> None:

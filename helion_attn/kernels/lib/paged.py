@@ -312,7 +312,8 @@ def in_open_pages(
     for queries of the next page; these see that next page there as well, which comes behind it.
     """
     begin, end = int32(j) << spec.bn_log2, int32(j + 1) << spec.bn_log2
-    first, kept = n_len - int32(new_keys), n_len - int32(drafts)
+    first = n_len - int32(new_keys)
+    kept = torch.maximum(n_len - int32(drafts), first)
     own_there = (end <= kept) | ((end > n_len) & (begin > kept) & (begin > first))
     earlier_there = (end <= n_len) & (end > kept)
     return (end > first) & (((own_page == int32(j)) & own_there) | ((own_page > int32(j)) & earlier_there))
@@ -328,7 +329,8 @@ def range_of_open_pages(
     spec: PagedSpec,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The first page of `OpenPages`, and from where up to where some query of a tile may read one there."""
-    first, kept = torch.clamp_min(n_len - int32(new_keys), 0), n_len - int32(drafts)
+    first = torch.clamp_min(n_len - int32(new_keys), 0)
+    kept = torch.maximum(n_len - int32(drafts), first)
     full_end = (n_len >> spec.bn_log2) << spec.bn_log2
     follows = ((full_end < n_len) & (full_end > kept) & (full_end > first)).to(torch.int32)
     first_page = first >> spec.bn_log2
