@@ -257,9 +257,16 @@ def test_a_prefix_that_comes_in_the_same_step(stored: int, drafts: int, recipe: 
 
 @BOTH
 def test_fewer_new_tokens_than_drafts(recipe: ha.Recipe, device: str) -> None:
-    """A token that was there before cannot be rejected."""
-    sequences = [(1, 128), (2, 127), (1, 129), (3, 300)]
-    outs = [make_step(sequences, device, recipe=recipe).run(drafts=drafts, num_splits=1)[0][:7] for drafts in (0, 3)]
+    """Keys that were there before cannot be rejected: pages that drafts left open are closed."""
+    sequences = [(1, 128), (2, 127), (1, 256), (3, 300)]
+    outs = []
+    for drafts in (0, 3):
+        step = make_step(sequences, device, recipe=recipe)
+        for b, (_, stored) in enumerate(sequences):
+            table, start = step.table[b : b + 1].contiguous(), torch.zeros(1, dtype=torch.int32, device=device)
+            k, v = (x[b : b + 1, :, :stored] for x in (step.k, step.v))
+            ha.append_kvcache(step.cache, k, v, table, start, drafts=drafts)
+        outs.append(step.run(drafts=drafts, num_splits=1)[0][:7])
     assert torch.equal(outs[0], outs[1])
 
 
