@@ -592,7 +592,7 @@ def attention_kvcache(
 
 
 def step_open_pages(cache: PagedKVCache, tokens: int, sequences: int, *, drafts: int = 0) -> OpenPages:
-    """Memory for the open pages of a `step` of at most so many tokens and sequences; not initialised.
+    """Memory for the open pages of a `step` of so many tokens and sequences; not initialised.
 
     Layers whose keys are others' read there what the layer that appended them wrote: `step(open_pages=)`.
 

@@ -211,7 +211,7 @@ def merge_splits(
                 d_row,
                 has_sinks=sinks is not None,
                 has_lse_shift=lse_shift_scaled is not None,
-                batch=0 if batch is None else batch.size,
+                batch=0 if batch is None else 1 if batch.few else batch.size,
                 of_few=batch is not None and batch.few,
                 is_cuda=out.is_cuda,
             ),

@@ -347,6 +347,8 @@ def check_step(
     if open_pages is not None:
         if not isinstance(open_pages, OpenPages):
             raise TypeError(f"open_pages is {described(open_pages)}; it must be None or made by step_open_pages")
+        if open_pages.drafts != drafts:
+            raise ValueError(f"open_pages.drafts is {open_pages.drafts}; it must be {drafts}, as drafts is")
         count = open_page_count(q.size(0), cu_seqlens.size(0) - 1, cache.page_size, drafts)
         check_shapes_of_open_pages(
             open_pages, cache, count, "step_open_pages makes it for as many tokens and sequences"

@@ -334,6 +334,11 @@ def test_opcheck(device: str) -> None:
         ({"seqlens": torch.zeros(3, dtype=torch.int32)}, ValueError, r"seqlens has shape \(3,\); it must be \(2,\)"),
         ({"drafts": 65}, ValueError, r"drafts is 65; it must be an int in 0\.\.64"),
         ({"out": torch.zeros(5, 4, 32)}, ValueError, r"out is torch.float32 \(5, 4, 32\)"),
+        (
+            {"open_pages": ha.OpenPages(*[torch.empty(0)] * 4, keys=3, drafts=3)},
+            ValueError,
+            r"open_pages\.drafts is 3; it must be 0",
+        ),
         ({"open_pages": 3}, TypeError, r"open_pages is .* it must be None or"),
         ({"max_seqlen_q": 0}, ValueError, r"max_seqlen_q is 0"),
         ({"rope": ha.Rope(torch.ones(9, 32), torch.ones(9, 32)), "k": None, "v": None}, ValueError, r"rope is given"),

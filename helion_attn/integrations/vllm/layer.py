@@ -48,11 +48,16 @@ class HelionMetadata(AttentionMetadata):
     drafts: int
     open_pages: dict[int, OpenPages] | None
 
-    def open_pages_of(self, cache: PagedKVCache, tokens: int) -> OpenPages | None:
-        """Memory for the open pages of a cache that several layers attend to; None where each has its own keys."""
+    def open_pages_of(self, cache: PagedKVCache, tokens: int, appends: bool) -> OpenPages | None:
+        """Memory for the open pages of a cache that several layers attend to; None where each has its own keys.
+
+        A layer that does not append takes what the one that did has written, or else pages as the cache has them.
+        """
         if self.open_pages is None:
             return None
         address = cache.k8.data_ptr()
+        if not appends:
+            return self.open_pages.get(address)
         if address not in self.open_pages:
             made = step_open_pages(cache, tokens, self.seqlens.size(0), drafts=self.drafts)
             self.open_pages[address] = made
@@ -169,7 +174,7 @@ class HelionImpl(AttentionImpl[HelionMetadata]):
             m.block_table,
             m.seqlens,
             drafts=m.drafts,
-            open_pages=m.open_pages_of(cache, query.size(0)),
+            open_pages=m.open_pages_of(cache, query.size(0), not self.shares_keys),
             out=output,
             max_seqlen_q=m.max_seqlen_q,
             max_seqlen_k=m.max_seqlen_k,

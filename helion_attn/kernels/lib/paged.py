@@ -478,7 +478,8 @@ def launch_paged(
         v_parts=v_parts,
         in_runs=in_parts,
         has_open_pages=opened.k8 is not None,
-        batch=0 if batch is None else batch.size,
+        # Only programs of prompts look for their sequence among all.
+        batch=0 if batch is None else 1 if batch.few else batch.size,
         d=D,
         d_step=q.d_step,
         unit=unit,
