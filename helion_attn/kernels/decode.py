@@ -152,8 +152,8 @@ def fp8_attn_decode(
     channel_factors: torch.Tensor,  # [factor_rows * D_pad] if equalise
     out: torch.Tensor,  # [splits * B * H * M, D_v], written
     lse: torch.Tensor,  # [splits * B * H * M], written
-    page_step: int,
-    head_step: int,
+    page_step: int,  # from a page's descales to the next's, in bytes
+    head_step: int,  # of heads
     open_width: int,
     new_keys: int,
     drafts: int,
@@ -183,6 +183,7 @@ def fp8_attn_decode(
     torch._check(k8.size(2) <= 2**24)
     torch._check(v8.size(0) <= 2**24)
     torch._check(v8.size(1) <= 2**24)
+    torch._check(v8.size(2) <= 2**24)
     torch._check(open_k8.size(0) <= 2**24)
     torch._check(open_v8.size(0) <= 2**24)
     num_pages, kv_heads, B = k8.size(0), k8.size(1), cache_seqlens.size(0)
@@ -308,8 +309,7 @@ def fp8_attn_decode(
                 s = scores_of_pieces([k_tile, k_high], [q_tile, q_high], spec.is_cuda)
             else:
                 s = scores(k_tile, q_tile, bn, spec.rows, False, spec.is_cuda)
-            first_slot = page_again.to(torch.int64) * page_step + h * head_step
-            page_k, page_v = descales_of_page(k_descale, v_descale, first_slot, spec.is_cuda)
+            page_k, page_v = descales_of_page(k_descale, v_descale, page_again, page_step, h, head_step, spec.is_cuda)
             v_log2 = log2_of_power(page_v)
             row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
             s, scale_log2 = page_scores(s - spec.s_bias, row_scale_log2 * page_k, shift, scales, 0, spec)
@@ -346,8 +346,9 @@ def fp8_attn_decode(
             if spec.in_halves:
                 acc_high = accumulate(acc_high, alpha, v_high, p8, spec)
 
-        # Or the copies of loops of both kinds would be in the same registers.
-        acc = in_new_registers(acc, spec.is_cuda)
+        # Or what both loops have would be in the same registers, or in memory, in both.
+        m_i, m_run, q_scale_log2, shift = (in_new_registers(x, spec.is_cuda) for x in (m_i, m_run, q_scale_log2, shift))
+        acc, l_i = in_new_registers(acc, spec.is_cuda), in_new_registers(l_i, spec.is_cuda)
         if spec.in_halves:
             acc_high = in_new_registers(acc_high, spec.is_cuda)
         # The pages that remain, as the cache has them, then as `OpenPages` does.
@@ -383,7 +384,7 @@ def fp8_attn_decode(
                 v_tile = v8[page, h, :, :]
                 if spec.has_open_pages:
                     v_tile = torch.where(elsewhere, open_v8[slot, h, :, :], v_tile)
-            first_slot = page.to(torch.int64) * page_step + h * head_step
+            first_slot = (page.to(torch.int64) * page_step + h * head_step) >> 2
             own_k, own_v, page_k, page_v, is_open = descales_by_form(k_descale, v_descale, first_slot, bn)
             if spec.has_open_pages:
                 of_slot = descales_by_form(open_k_descale, open_v_descale, (slot * int32(kv_heads) + int32(h)) * bn, bn)

@@ -31,7 +31,16 @@ from helion_attn.kernels.lib.keys import keys_of_batch, queries_of_batch, querie
 from helion_attn.kernels.lib.rope import rope_rows, rope_tables
 from helion_attn.kernels.lib.scalars import int32, inverse_of_power, quotient
 from helion_attn.kernels.lib.steps import to_descale
-from helion_attn.kernels.lib.strided import common_unit, flat_memory, load_rows, row_channels, strided_rows
+from helion_attn.kernels.lib.strided import (
+    PageSteps,
+    common_unit,
+    flat_memory,
+    load_rows,
+    page_begins,
+    page_steps,
+    row_channels,
+    strided_rows,
+)
 from helion_attn.numerics import (
     E4M3_MAX,
     INT8_MAX,
@@ -41,7 +50,6 @@ from helion_attn.numerics import (
     MIN_K_DESCALE_LOG2,
 )
 from helion_attn.preprocess import close_pages
-from helion_attn.preprocess.close_pages import BYTE_UNIT, FP32_UNIT
 from helion_attn.preprocess.lib.v_layout import key_stored_at
 from helion_attn.problem import AppendArgs, PackedBatch
 
@@ -143,12 +151,6 @@ def append_kv(
     cos: torch.Tensor,  # [table_rows * rotary / 2]
     sin: torch.Tensor,  # [table_rows * rotary / 2]
     num_pages: int,
-    k_page_step: int,
-    k_head_step: int,
-    v_page_step: int,
-    v_head_step: int,
-    d_page_step: int,
-    d_head_step: int,
     max_pages: int,
     kv_heads: int,
     tiles: int,
@@ -162,6 +164,7 @@ def append_kv(
     table_rows: int,
     d_at_run_time: int,
     d_v_at_run_time: int,
+    steps: PageSteps,
     spec: hl.constexpr,  # AppendSpec
 ) -> None:
     """The kernel; see the module's docstring."""
@@ -206,11 +209,7 @@ def append_kv(
         page = hl.load(block_table, [torch.where(listed, b * max_pages + begin // spec.bn, 0)])
         known = listed & (page >= 0) & (page < num_pages)
         stored = given & known
-        # A pool may have more than 2**31 elements.
-        wide_page = page.to(torch.int64)
-        of_k = (wide_page * k_page_step + h * k_head_step) * BYTE_UNIT
-        of_v = (wide_page * v_page_step + h * v_head_step) * BYTE_UNIT
-        of_descales = (wide_page * d_page_step + h * d_head_step) * FP32_UNIT
+        of_k, of_v, of_descales = page_begins(page, h, steps)
 
         # Only the first program of a sequence may find its page closed, and no other writes what says so.
         page_at = torch.where(known, of_descales, 0)
@@ -248,7 +247,7 @@ def append_kv(
             x = x * inverse
 
         at = of_descales + first_slot + key
-        k_at = of_k + (first_slot + key).unsqueeze(1) * spec.d_pad + cols.unsqueeze(0)
+        k_at = of_k + ((first_slot + key).unsqueeze(1) * spec.d_pad + cols.unsqueeze(0)).to(torch.int64)
         # [keys], then [keys, D_pad]
         if spec.int8_keys:
             k_scale = descale_of_int8_key(torch.amax(torch.abs(x), 1), spec.k_limit_log2)
@@ -270,7 +269,7 @@ def append_kv(
         v_tile = (factor.unsqueeze(1) * y).to(v8.dtype)
         v_tile = v_tile.reshape(4, spec.keys // 4, spec.d_v_pad).permute(2, 1, 0).reshape(spec.d_v_pad, spec.keys)
         places = hl.arange(spec.keys)
-        v_at = of_v + channels.unsqueeze(1) * spec.bn + (first_slot + places).unsqueeze(0)
+        v_at = of_v + (channels.unsqueeze(1) * spec.bn + (first_slot + places).unsqueeze(0)).to(torch.int64)
         if known & (begin >= first) & (begin - first <= new_keys - spec.keys):
             # Without a mask, 16 bytes at once.
             hl.store(v8, [v_at], v_tile)
@@ -285,7 +284,7 @@ def append_kv(
         if (begins | opens) & (keys_there < spec.bn):
             # [bn]
             place = hl.arange(spec.bn)
-            cleared = of_v + channels.unsqueeze(1) * spec.bn + place.unsqueeze(0)
+            cleared = of_v + (channels.unsqueeze(1) * spec.bn + place.unsqueeze(0)).to(torch.int64)
             no_value = hl.zeros([spec.d_v_pad, spec.bn], dtype=v8.dtype)
             hl.store(v8, [cleared], no_value, extra_mask=(key_stored_at(place) >= keys_there).unsqueeze(0))
             behind = place >= keys_there
@@ -343,12 +342,6 @@ def launch(
             "cos": rope.cos,
             "sin": rope.sin,
             "num_pages": num_pages,
-            "k_page_step": cache.k8.stride(0) // BYTE_UNIT,
-            "k_head_step": cache.k8.stride(1) // BYTE_UNIT,
-            "v_page_step": cache.v8.stride(0) // BYTE_UNIT,
-            "v_head_step": cache.v8.stride(1) // BYTE_UNIT,
-            "d_page_step": cache.k_descale.stride(0) // FP32_UNIT,
-            "d_head_step": cache.k_descale.stride(1) // FP32_UNIT,
             "max_pages": a.block_table.size(1),
             "kv_heads": H_kv,
             "tiles": tiles,
@@ -362,6 +355,7 @@ def launch(
             "table_rows": rope.table_rows,
             "d_at_run_time": D,
             "d_v_at_run_time": a.v.size(3),
+            "steps": page_steps(cache),
             "spec": AppendSpec(
                 keys=keys,
                 k_d_step=k.d_step,

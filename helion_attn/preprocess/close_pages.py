@@ -25,13 +25,10 @@ from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import to_int8
 from helion_attn.kernels.lib.keys import keys_of_batch, queries_of_batch, queries_of_sequence, sequence_of
 from helion_attn.kernels.lib.scalars import int32, quotient
-from helion_attn.kernels.lib.strided import flat_memory
+from helion_attn.kernels.lib.strided import PageSteps, flat_memory, page_begins, page_steps
 from helion_attn.numerics import CLOSED
 from helion_attn.preprocess.lib.v_layout import key_stored_at
 from helion_attn.problem import AppendArgs, PackedBatch, open_page_count, pages_apart
-
-#: Steps of a cache's tensors come in these, 16 bytes, so that Triton knows that they are aligned.
-BYTE_UNIT, FP32_UNIT = 16, 4
 
 
 class CloseSpec(NamedTuple):
@@ -72,18 +69,13 @@ def close_full_pages(
     cache_seqlens: torch.Tensor,  # [B], without the new keys; of a packed batch with them
     cu_seqlens: torch.Tensor,  # [B + 1] if batch
     num_pages: int,
-    k_page_step: int,
-    k_head_step: int,
-    v_page_step: int,
-    v_head_step: int,
-    d_page_step: int,
-    d_head_step: int,
     max_pages: int,
     kv_heads: int,
     width: int,
     pages: int,
     length: int,
     drafts: int,
+    steps: PageSteps,
     spec: hl.constexpr,  # CloseSpec
 ) -> None:
     """The kernel; see the module's docstring. A head has `width` pages from that of the first new key on, and one more.
@@ -119,11 +111,7 @@ def close_full_pages(
         listed = (first >= 0) & (j >= 0) & (j < max_pages)
         page = hl.load(block_table, [torch.where(listed, b * max_pages + j, 0)])
         known = listed & (page >= 0) & (page < num_pages) & (new_keys > 0)
-        # A pool may have more than 2**31 elements.
-        wide_page = torch.where(known, page, 0).to(torch.int64)
-        of_k = (wide_page * k_page_step + h * k_head_step) * BYTE_UNIT
-        of_v = (wide_page * v_page_step + h * v_head_step) * BYTE_UNIT
-        of_descales = (wide_page * d_page_step + h * d_head_step) * FP32_UNIT
+        of_k, of_v, of_descales = page_begins(torch.where(known, page, 0), h, steps)
         begin, end, keys = j * spec.bn, (j + 1) * spec.bn, first + new_keys
         is_full, settled = end <= keys, end <= keys - drafts
         # Behind a full page that drafts keep open.
@@ -232,18 +220,13 @@ def launch(
             "cache_seqlens": a.cache_seqlens,
             "cu_seqlens": a.cache_seqlens if batch is None else batch.cu_seqlens,
             "num_pages": num_pages,
-            "k_page_step": cache.k8.stride(0) // BYTE_UNIT,
-            "k_head_step": cache.k8.stride(1) // BYTE_UNIT,
-            "v_page_step": cache.v8.stride(0) // BYTE_UNIT,
-            "v_head_step": cache.v8.stride(1) // BYTE_UNIT,
-            "d_page_step": cache.k_descale.stride(0) // FP32_UNIT,
-            "d_head_step": cache.k_descale.stride(1) // FP32_UNIT,
             "max_pages": a.block_table.size(1),
             "kv_heads": H_kv,
             "width": width,
             "pages": pages,
             "length": length,
             "drafts": a.drafts,
+            "steps": page_steps(cache),
             "spec": CloseSpec(
                 bn=bn,
                 d_pad=D_pad,

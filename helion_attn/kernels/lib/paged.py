@@ -36,6 +36,9 @@ from helion_attn.numerics import (
 from helion_attn.options import ScoreScales
 from helion_attn.problem import DecodeArgs, PackedBatch, pages_apart
 
+#: Of a descale.
+FP32_BYTES = 4
+
 
 def log2_of_power(x: torch.Tensor) -> torch.Tensor:
     """log2 of fp32 powers of two, exactly."""
@@ -45,28 +48,39 @@ def log2_of_power(x: torch.Tensor) -> torch.Tensor:
 def descales_of_page(
     k_descale: torch.Tensor,  # flat
     v_descale: torch.Tensor,  # flat
-    first: Int,
+    page: torch.Tensor,  # [], int32
+    page_step: int,  # bytes
+    h: int,
+    head_step: int,
     is_cuda: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A closed page's descales of K and V, []."""
     if is_cuda:
         like = hl.full([], 1.0, dtype=torch.float32), hl.full([], 1.0, dtype=torch.float32)
-        return hl.inline_triton(DESCALES_OF_PAGE, args=(k_descale, v_descale, first), output_like=like)
-    return hl.load(k_descale, [first]), hl.load(v_descale, [first])
+        return hl.inline_triton(
+            DESCALES_OF_PAGE, args=(k_descale, v_descale, page, page_step, h, head_step), output_like=like
+        )
+    at = (page * page_step + h * head_step) // FP32_BYTES
+    return hl.load(k_descale, [at]), hl.load(v_descale, [at])
 
 
-#: `descales_of_page` on the GPU, of two tensors and an index. Triton's own loads would pass through shared memory, and
-#: wait at a barrier.
+#: `descales_of_page` on the GPU. Triton's own loads would pass through shared memory, and wait at a barrier. An address
+#: is one instruction, also of a pool of more than 2**31 elements.
 DESCALES_OF_PAGE = """tl.inline_asm_elementwise(
     asm='''
     {{
     // while products run
-    ld.global.nc.f32 $0, [$2];
-    ld.global.nc.f32 $1, [$3];
+    .reg .b64 at, k_at, v_at;
+    mul.wide.s32 at, $4, $5;
+    mad.wide.s32 at, $6, $7, at;
+    add.s64 k_at, at, $2;
+    add.s64 v_at, at, $3;
+    ld.global.nc.f32 $0, [k_at];
+    ld.global.nc.f32 $1, [v_at];
     }}
     ''',
-    constraints="=&f,=&f,l,l",
-    args=[{0} + ({2}), {1} + ({2})],
+    constraints="=&f,=&f,l,l,r,r,r,r",
+    args=[{0}, {1}, {2}, {3}, tl.cast({4}, tl.int32), {5}],
     dtype=(tl.float32, tl.float32),
     is_pure=False,
     pack=1,
@@ -106,28 +120,6 @@ def page_scores(
         # [rows], also of NaN: tanh would have it
         scale_log2 = scale_log2 * 0.0 + scales.tanh_scale
     return s, scale_log2
-
-
-def open_scores(
-    s: torch.Tensor,  # [bn, rows] or [rows, bn]
-    q_scale_log2: torch.Tensor,  # [rows]
-    k_descale: torch.Tensor,  # [bn]
-    v_descale: torch.Tensor,  # [bn]
-    shift: torch.Tensor,  # [rows]
-    scales: ScoreScales,
-    keys_axis: hl.constexpr,
-    spec: PagedSpec,
-) -> torch.Tensor:
-    """log2 of the weights of an open page's keys: their scores, and log2 of their V's descales."""
-    factors = q_scale_log2.unsqueeze(keys_axis) * k_descale.unsqueeze(1 - keys_axis)
-    v_log2 = log2_of_power(v_descale).unsqueeze(1 - keys_axis)
-    if spec.has_softcap:
-        if spec.shifts_scores:
-            s = fma(s, factors, shift.unsqueeze(keys_axis), spec.is_cuda)
-        else:
-            s = s * factors
-        s, factors = tanh(s, spec.is_cuda), hl.full([], scales.tanh_scale, dtype=torch.float32)
-    return fma(s, factors, v_log2, spec.is_cuda)
 
 
 def may_be_wide(
@@ -312,7 +304,7 @@ def range_of_open_pages(
 
 
 def scores_by_form(
-    products: torch.Tensor,  # [bn, rows] or [rows, bn]
+    s: torch.Tensor,  # [bn, rows] or [rows, bn]
     q_scale_log2: torch.Tensor,  # [rows]
     k_descale: torch.Tensor,  # [bn]
     v_descale: torch.Tensor,  # [bn]
@@ -324,15 +316,27 @@ def scores_by_form(
     keys_axis: hl.constexpr,
     spec: PagedSpec,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`page_scores` or `open_scores`, with log2 of V's descale: `(s, scale_log2, v_log2)`, without a branch."""
-    s, scale_log2 = page_scores(products, q_scale_log2 * page_k, shift, scales, keys_axis, spec)
-    s_open = open_scores(products, q_scale_log2, k_descale, v_descale, shift, scales, keys_axis, spec)
+    """`page_scores` of a closed page, with log2 of V's descale: `(s, scale_log2, v_log2)`; so of an open one, in s.
+
+    Of an open page s is log2 of the weights of its keys. Both take the same operations, whose factors are 1 and terms 0
+    where a form has none: one tile of scores, and no bit of a closed page's changes.
+    """
     opened = is_open > 0
-    return (
-        torch.where(opened, s_open, s),
-        torch.where(opened, 1.0, scale_log2),
-        torch.where(opened, 0.0, log2_of_power(page_v)),
-    )
+    page_scale = maximum(q_scale_log2 * page_k, hl.full([], FP32_TINY, dtype=torch.float32), spec.is_cuda)
+    of_row = torch.where(opened, q_scale_log2, page_scale if spec.has_softcap else 1.0)
+    factors = of_row.unsqueeze(keys_axis) * torch.where(opened, k_descale, 1.0).unsqueeze(1 - keys_axis)
+    if spec.has_softcap:
+        if spec.shifts_scores:
+            s = fma(s, factors, shift.unsqueeze(keys_axis), spec.is_cuda)
+        else:
+            s = s * factors
+        s = tanh(s, spec.is_cuda)
+        # [rows], also of NaN, as in `page_scores`
+        page_scale = page_scale * 0.0 + scales.tanh_scale
+        factors = torch.where(opened, scales.tanh_scale, 1.0)
+    v_log2 = torch.where(opened, log2_of_power(v_descale), 0.0).unsqueeze(1 - keys_axis)
+    s = fma(s, factors, v_log2, spec.is_cuda)
+    return s, torch.where(opened, 1.0, page_scale), torch.where(opened, 0.0, log2_of_power(page_v))
 
 
 def page_references(
@@ -465,8 +469,8 @@ def launch_paged(
             "open_v8": v_view(open_v8),
             "open_k_descale": flat_memory(open_k_descale),
             "open_v_descale": flat_memory(open_v_descale),
-            "page_step": a.cache.k_descale.stride(0),
-            "head_step": a.cache.k_descale.stride(1),
+            "page_step": a.cache.k_descale.stride(0) * FP32_BYTES,
+            "head_step": a.cache.k_descale.stride(1) * FP32_BYTES,
             "open_width": open_k8.size(0) // B if batch is None else pages_apart(opened.drafts),
             "new_keys": opened.keys,
             "drafts": opened.drafts,
