@@ -44,6 +44,7 @@ from helion_attn.kernels.lib.paged import (
     descales_of_page,
     in_open_pages,
     in_run_of_query,
+    k_of_page,
     launch_paged,
     line_of_page,
     log2_of_power,
@@ -56,11 +57,13 @@ from helion_attn.kernels.lib.paged import (
     scores_by_form,
     sums_of_page,
     total_of_lanes,
+    v_of_page,
     wide_line,
 )
 from helion_attn.kernels.lib.row_layout import rows_to_dtype
-from helion_attn.kernels.lib.scalars import imin, int32, inverse_of_power, quotient
+from helion_attn.kernels.lib.scalars import Int, imin, int32, inverse_of_power, quotient
 from helion_attn.kernels.lib.schraudolph import by_fours, row_sums
+from helion_attn.kernels.lib.specs import PagedSpec
 from helion_attn.kernels.lib.steps import (
     accumulate,
     add_sink,
@@ -113,6 +116,41 @@ def prefill_tile(cache: PagedKVCache) -> PrefillTile:
 def parts_of_v(D_v_pad: int) -> int:
     """Parts of V's channels, a program each: registers do not hold more than 256 channels."""
     return -(-D_v_pad // MAX_PIECE)
+
+
+def products_of_page(
+    q_tile: torch.Tensor,  # [bm, d_tile]
+    q_high: torch.Tensor,  # likewise, if d_in_halves
+    k8: torch.Tensor,
+    page: torch.Tensor,
+    h: Int,
+    bn: int,
+    spec: PagedSpec,
+) -> torch.Tensor:
+    """Q K^T of a page, [bm, bn]."""
+    k_tiles = [x.transpose(0, 1) for x in k_of_page(k8, page, h, spec)]
+    if spec.d_in_halves:
+        return scores_of_pieces([q_tile, q_high], k_tiles, spec.is_cuda)
+    return scores(q_tile, k_tiles[0], spec.rows, bn, False, spec.is_cuda)
+
+
+def with_page(
+    acc: torch.Tensor,  # [bm, d_v_tile]
+    acc_high: torch.Tensor,  # likewise, if in_halves
+    alpha: torch.Tensor,  # [bm]
+    p8: torch.Tensor,  # [bm, bn]
+    v8: torch.Tensor,
+    page: torch.Tensor,
+    h: Int,
+    v_part: Int,
+    spec: PagedSpec,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The accumulators with P V of a page."""
+    v_tiles = v_of_page(v8, page, h, v_part, spec)
+    acc = accumulate(acc, alpha.unsqueeze(1), p8, v_tiles[0].transpose(0, 1), spec)
+    if spec.in_halves:
+        acc_high = accumulate(acc_high, alpha.unsqueeze(1), p8, v_tiles[1].transpose(0, 1), spec)
+    return acc, acc_high
 
 
 def fp8_attn_prefill(
@@ -184,7 +222,7 @@ def fp8_attn_prefill(
         h = bh % kv_heads
         # A program has a part of V's channels. Parts of a tile are neighbours, read the same K, and have the same lse.
         tile_from_end = from_end // spec.v_parts
-        v_part = int32(from_end % spec.v_parts)
+        v_part = from_end % spec.v_parts
         if spec.batch:
             # [batch]; sequences of few queries are those of `fp8_attn_decode`.
             of_each = queries_of_batch(cu_seqlens, cache_seqlens, B, spec.batch)
@@ -233,6 +271,7 @@ def fp8_attn_prefill(
         q_scale_log2 = q_descale * scales.qk_scale
         # [bm, D_pad], or each half of it
         q_tile = rows_to_dtype(x, 1.0 / q_descale, k8.dtype, spec.is_cuda)
+        q_high = q_tile
         if spec.d_in_halves:
             q_high = rows_to_dtype(x_high, 1.0 / q_descale, k8.dtype, spec.is_cuda)
 
@@ -273,6 +312,7 @@ def fp8_attn_prefill(
         l_i = hl.zeros([spec.rows] if spec.p_bits else [4, 4, spec.rows], dtype=torch.float32)
         # [bm, d_v_tile]: the program's channels, or each half of them
         acc = hl.zeros([spec.rows, d_v_tile], dtype=torch.float32)
+        acc_high = acc
         if spec.in_halves:
             acc_high = hl.zeros([spec.rows, d_v_tile], dtype=torch.float32)
 
@@ -370,31 +410,15 @@ def fp8_attn_prefill(
                 jt = torch.where(elsewhere, open_begin + int32(t) - n_last, jt)
                 slot = torch.where(elsewhere, first_slot_page + jt - first_open_page, 0)
             page, known_page = page_of(block_table, first_entry + jt, num_pages)
-            # [bn, D_pad], or its halves, and [d_v_tile, bn]
-            if spec.d_in_halves:
-                k_page, k_high = k8[page, h, 0, :, :], k8[page, h, 1, :, :]
-                if spec.has_open_pages:
-                    k_page = torch.where(elsewhere, open_k8[slot, h, 0, :, :], k_page)
-                    k_high = torch.where(elsewhere, open_k8[slot, h, 1, :, :], k_high)
-                s = scores_of_pieces([q_tile, q_high], [k_page.transpose(0, 1), k_high.transpose(0, 1)], spec.is_cuda)
+            # Each source has products of its own: a tile that is chosen of two would pass through registers.
+            if spec.has_open_pages:
+                s = hl.zeros([spec.rows, bn], dtype=torch.float32)
+                if elsewhere:
+                    s = products_of_page(q_tile, q_high, open_k8, slot, h, bn, spec)
+                else:
+                    s = products_of_page(q_tile, q_high, k8, page, h, bn, spec)
             else:
-                k_page = k8[page, h, :, :]
-                if spec.has_open_pages:
-                    k_page = torch.where(elsewhere, open_k8[slot, h, :, :], k_page)
-                s = scores(q_tile, k_page.transpose(0, 1), spec.rows, bn, False, spec.is_cuda)
-            if spec.in_halves:
-                v_page, v_high = v8[page, h, v_part * 2, :, :], v8[page, h, v_part * 2 + 1, :, :]
-                if spec.has_open_pages:
-                    v_page = torch.where(elsewhere, open_v8[slot, h, v_part * 2, :, :], v_page)
-                    v_high = torch.where(elsewhere, open_v8[slot, h, v_part * 2 + 1, :, :], v_high)
-            elif spec.v_parts > 1:
-                v_page = v8[page, h, v_part, :, :]
-                if spec.has_open_pages:
-                    v_page = torch.where(elsewhere, open_v8[slot, h, v_part, :, :], v_page)
-            else:
-                v_page = v8[page, h, :, :]
-                if spec.has_open_pages:
-                    v_page = torch.where(elsewhere, open_v8[slot, h, :, :], v_page)
+                s = products_of_page(q_tile, q_high, k8, page, h, bn, spec)
             first_slot = (page.to(torch.int64) * page_step + h * head_step) >> 2
             own_k, own_v, page_k, page_v, is_open = descales_by_form(k_descale, v_descale, first_slot, bn)
             if spec.has_open_pages:
@@ -433,9 +457,13 @@ def fp8_attn_prefill(
                 sums = sums_of_page(p.transpose(0, 1) * of_keys.unsqueeze(1), bn, spec.rows)
                 l_i = fma(l_i, alpha.unsqueeze(0), sums, spec.is_cuda)
                 p8 = interleave_keys(p.to(torch.float8_e4m3fn), spec.rows, bn)
-            acc = accumulate(acc, alpha.unsqueeze(1), p8, v_page.transpose(0, 1), spec)
-            if spec.in_halves:
-                acc_high = accumulate(acc_high, alpha.unsqueeze(1), p8, v_high.transpose(0, 1), spec)
+            if spec.has_open_pages:
+                if elsewhere:
+                    acc, acc_high = with_page(acc, acc_high, alpha, p8, open_v8, slot, h, v_part, spec)
+                else:
+                    acc, acc_high = with_page(acc, acc_high, alpha, p8, v8, page, h, v_part, spec)
+            else:
+                acc, acc_high = with_page(acc, acc_high, alpha, p8, v8, page, h, v_part, spec)
 
         # [bm]
         # Also since Helion looks for what masks a sum, and not through branches.

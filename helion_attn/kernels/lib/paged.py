@@ -36,6 +36,9 @@ from helion_attn.numerics import (
 from helion_attn.options import ScoreScales
 from helion_attn.problem import DecodeArgs, PackedBatch, pages_apart
 
+#: All of a dimension.
+ALL = slice(None)
+
 #: Of a descale.
 FP32_BYTES = 4
 
@@ -337,6 +340,23 @@ def scores_by_form(
     v_log2 = torch.where(opened, log2_of_power(v_descale), 0.0).unsqueeze(1 - keys_axis)
     s = fma(s, factors, v_log2, spec.is_cuda)
     return s, torch.where(opened, 1.0, page_scale), torch.where(opened, 0.0, log2_of_power(page_v))
+
+
+def k_of_page(k8: torch.Tensor, page: torch.Tensor, h: Int, spec: PagedSpec) -> list[torch.Tensor]:
+    """K of a page, [bn, D_pad], or its halves."""
+    if spec.d_in_halves:
+        return [hl.load(k8, [page, h, 0, ALL, ALL]), hl.load(k8, [page, h, 1, ALL, ALL])]
+    return [hl.load(k8, [page, h, ALL, ALL])]
+
+
+def v_of_page(v8: torch.Tensor, page: torch.Tensor, h: Int, v_part: Int, spec: PagedSpec) -> list[torch.Tensor]:
+    """A program's part of V of a page, [d_v_tile, bn], or its halves."""
+    if spec.in_halves:
+        first = v_part * 2
+        return [hl.load(v8, [page, h, first, ALL, ALL]), hl.load(v8, [page, h, first + 1, ALL, ALL])]
+    if spec.v_parts > 1:
+        return [hl.load(v8, [page, h, v_part, ALL, ALL])]
+    return [hl.load(v8, [page, h, ALL, ALL])]
 
 
 def page_references(
