@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ScoreScales(NamedTuple):
-    """What kernels multiply scores by.
+    """Factors that kernels multiply scores by.
 
     Attributes:
         qk_scale: dequantised scores times it are in base 2; with a softcap they are what tanh is taken of.
@@ -27,14 +27,14 @@ class ScoreScales(NamedTuple):
 
 
 class ScoreSpec(NamedTuple):
-    """What kernels are compiled for of the scores: the part of all their specs that `ScoreOptions` decide.
+    """Constants of the scores that kernels are compiled for: the part of each spec that `ScoreOptions` decides.
 
     Attributes:
         has_left: a window ends to the left.
         has_right: a window or causality ends to the right.
         has_softcap: scores have a softcap.
         has_sinks: a head has one more logit.
-        has_lse_shift: smooth-K took `lse_shift` from a row's scores, and somebody sees it.
+        has_lse_shift: smooth-K took `lse_shift` from a row's scores, and the lse, a sink or a softcap needs it.
     """
 
     has_left: bool
@@ -123,7 +123,7 @@ class ScoreOptions:
         return self.softcap is None
 
     def needs_lse_shift(self, return_lse: bool) -> bool:
-        """Whether a call sees `lse_shift`, what K's mean takes from all scores of a row: a softmax of keys does not."""
+        """Whether the lse, a sink or a softcap needs `lse_shift`, which K's mean takes from all scores of a row."""
         return return_lse or self.softcap is not None or self.sinks is not None
 
     @property
@@ -165,7 +165,7 @@ class ScoreKwargs(TypedDict, total=False):
 
 
 class MaskOptions(TypedDict, total=False):
-    """Those of attention whose scores may be any."""
+    """Keyword arguments of masks by blocks, which attention to a whole sequence takes."""
 
     block_mask: BlockMask | FlexMask | None
 

@@ -142,7 +142,7 @@ class DenseArgs(NamedTuple):
         rope: rotates Q and K first.
         norm: is applied to Q and K before that.
         scores: and the rest, as in `AttentionArgs`.
-        needs_lse_shift: whether somebody sees `lse_shift`, what smooth_k takes from the scores.
+        needs_lse_shift: whether the lse, a sink or a softcap needs `lse_shift`, which smooth_k takes from the scores.
     """
 
     q: torch.Tensor
@@ -174,7 +174,7 @@ class VarlenArgs(NamedTuple):
         cu_seqlens_q: int32 [B + 1].
         cu_seqlens_k: int32 [B + 1].
         scores: and the rest, as in `AttentionArgs`.
-        needs_lse_shift: whether somebody sees `lse_shift`, what smooth_k takes from the scores.
+        needs_lse_shift: whether the lse, a sink or a softcap needs `lse_shift`, which smooth_k takes from the scores.
     """
 
     q: torch.Tensor
@@ -399,7 +399,7 @@ class DecodeArgs(NamedTuple):
         cache_seqlens: int32 [B].
         splits: of a sequence's pages; None for the choice by shapes and GPU.
         scores: and the rest, as in `AttentionArgs`.
-        needs_lse_shift: whether somebody sees what K's mean takes from the scores.
+        needs_lse_shift: whether the lse, a sink or a softcap needs what K's mean takes from the scores.
     """
 
     q: torch.Tensor
@@ -423,7 +423,7 @@ class QuantizeArgs(NamedTuple):
         rope: rotates Q and K first.
         norm: is applied to Q and K before that.
         recipe: how they become 8- or 16-bit numbers.
-        needs_lse_shift: whether somebody sees `lse_shift`, what smooth_k takes from the scores.
+        needs_lse_shift: whether the lse, a sink or a softcap needs `lse_shift`, which smooth_k takes from the scores.
     """
 
     q: torch.Tensor

@@ -50,7 +50,7 @@ class VisibleKeys:
 
 @dataclass
 class Additive:
-    """What operations on a mask share.
+    """State that operations on a mask share.
 
     Attributes:
         mask: as it is added to scores, once an operation has read it.

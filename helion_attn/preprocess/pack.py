@@ -107,7 +107,7 @@ def launch(
         bm: rows of a block of Q.
         bn: keys of a block of K and V.
         recipe: how they become 8- or 16-bit numbers.
-        needs_lse_shift: whether somebody sees `lse_shift`, what smooth_k takes from the scores.
+        needs_lse_shift: whether the lse, a sink or a softcap needs `lse_shift`, which smooth_k takes from the scores.
         packs_q: otherwise no block of Q is packed: attention quantises it.
         sequences: where those of a packed batch lie, or None. Then Q, K and V are [1, heads, tokens, head dim], and
             `stats` has every sequence's.

@@ -31,7 +31,7 @@ def visible_keys(
     right: int | torch.Tensor,
     spec: ScoreSpec | PagedSpec,
 ) -> torch.Tensor:
-    """What a row sees of a key block: [bm, bn], or [1, bn] where no row sees less than another."""
+    """Which keys of a block each row sees: [bm, bn], or [1, bn] if all see the same, without a window or causality."""
     keys = keys.unsqueeze(0)
     if spec.has_right:
         last = on_diagonal + right

@@ -12,7 +12,7 @@ from helion_attn.options import ScoreSpec
 
 
 class RowSpec(NamedTuple):
-    """What is done to rows of Q or K before they are scaled: `lib.row_layout.row_tile`.
+    """Constants of `lib.row_layout.row_tile`, which prepares rows of Q or K before they are scaled.
 
     Attributes:
         d_row: the power of two that holds a row.
