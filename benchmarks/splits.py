@@ -14,6 +14,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from unittest import mock
 
+import torch
 from torch import Tensor
 
 import helion_attn as ha
@@ -30,8 +31,8 @@ from helion_attn import ops
 from helion_attn.api import quantized_problem
 from helion_attn.configs import scheduling
 from helion_attn.configs.scheduling import key_splits
-from helion_attn.numerics import largest_q_of_cache, most_amax_in_base, takes_half_scores
-from helion_attn.reference.kv_cache import k_descales, row_descale, to_format, v_descales
+from helion_attn.numerics import FORMAT_MAX
+from helion_attn.reference.kv_cache import closed, k_descales, row_descale, to_format, v_descales
 from helion_attn.types import CACHE_RECIPE
 
 #: Query rows that are checked against the oracle: the last, which see most.
@@ -69,15 +70,15 @@ def paged(recipe: ha.Recipe, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_s
     cache, table, seqlens = filled_cache(k, v, 1, recipe)
 
     def dequantized() -> tuple[Tensor, Tensor, Tensor]:
-        dtype, larger_d = cache.k8.dtype, max(cache.k8.size(3), cache.v8.size(2))
-        half = takes_half_scores(dtype, larger_d, capped=False)
-        scaled = (
-            (q.float(), row_descale(q, largest_q_of_cache(dtype, q.size(3), half)), dtype),
-            (k.float(), k_descales(k, cache.page_size, dtype, most_amax_in_base(larger_d))[0], dtype),
-            (v.float(), v_descales(v, cache.page_size)[0], cache.v8.dtype),
-        )
-        dq, dk, dv = (to_format(*x) * x[1] for x in scaled)
-        return dq, dk, dv
+        dtype = cache.k8.dtype
+        q_descale = row_descale(q, FORMAT_MAX[dtype])
+        dq = to_format(q.float(), q_descale, dtype) * q_descale
+
+        def stored(x: Tensor, descale: Tensor, to: torch.dtype) -> Tensor:
+            x8, of_key = closed(to_format(x.float(), descale, to), descale, cache.page_size, to)
+            return x8 * of_key
+
+        return dq, stored(k, k_descales(k, dtype), dtype), stored(v, v_descales(v), cache.v8.dtype)
 
     run = functools.partial(ha.attention_kvcache, q, cache, table, seqlens, causal=causal, sm_scale=sm_scale)
     return Prepared(run, lambda out: out, dequantized)

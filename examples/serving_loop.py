@@ -40,8 +40,8 @@ def step(batch: list[Sequence], length: int) -> None:
     lengths = torch.tensor([s.stored for s in batch], dtype=torch.int32, device=device)
     tokens = torch.tensor([s.tokens[s.stored : s.stored + length] for s in batch], device=device)
     q, k, v = (table[tokens].transpose(1, 2) for table in tables)  # [B, heads, length, D]
-    ha.append_kvcache(cache, k, v, block_table, lengths)
-    out = ha.attention_kvcache(q, cache, block_table, lengths + length, causal=True, num_splits=1)
+    pages = ha.append_kvcache(cache, k, v, block_table, lengths)
+    out = ha.attention_kvcache(q, cache, block_table, lengths + length, open_pages=pages, num_splits=1)
     for s, last in zip(batch, out[:, :, -1].flatten(1), strict=True):
         s.stored += length
         for i in range(s.stored // page):  # another may have come first

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from helion_attn import masks, pages, reference
+from helion_attn import kv_cache, masks, pages, reference
 from helion_attn.api import (
     attention,
     attention_quantized,
@@ -32,7 +32,19 @@ from helion_attn.masks.blocks import BlockMask
 from helion_attn.preprocess.dequantize import dequantize
 from helion_attn.support import is_supported
 from helion_attn.transforms import apply_rope, hadamard, hadamard_matrix, reflect
-from helion_attn.types import ACCURATE, BALANCED, BF16, FAST, HYBRID, PagedKVCache, QuantizedQKV, Recipe, RMSNorm, Rope
+from helion_attn.types import (
+    ACCURATE,
+    BALANCED,
+    BF16,
+    FAST,
+    HYBRID,
+    OpenPages,
+    PagedKVCache,
+    QuantizedQKV,
+    Recipe,
+    RMSNorm,
+    Rope,
+)
 from helion_attn.validate.dense import SwappedLayoutWarning
 from helion_attn.varlen import attention_varlen
 from helion_attn.version import __version__
@@ -48,6 +60,7 @@ __all__ = [
     "HYBRID",
     "BlockMask",
     "FallbackWarning",
+    "OpenPages",
     "PagedKVCache",
     "QuantizedQKV",
     "RMSNorm",
@@ -80,6 +93,7 @@ __all__ = [
     "hadamard",
     "hadamard_matrix",
     "is_supported",
+    "kv_cache",
     "masks",
     "pack",
     "paged_kv_cache",

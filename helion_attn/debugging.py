@@ -15,11 +15,11 @@ from helion_attn.debug_state import SEEN, Seen
 def debug(*, save: str | os.PathLike[str] | None = None) -> Iterator[None]:
     """Inside, calls also check what lies on the device, and raise where they would otherwise give NaN, 0 or nonsense.
 
-    Checked are `cu_seqlens` (ascending, within the tokens, no lengths in their place), `cache_seqlens` (within what the
-    block table holds), `block_table` (pages of the pool; of an append, none that is written twice), positions
-    of a `Rope`, and descales of `flash_attn_func`. Every call reads them on the host, which waits for the device: leave
-    the context where speed counts. It holds for the thread that entered it. Code that torch.compile compiled is not
-    checked.
+    Checked are `cu_seqlens` (ascending, within the tokens, no lengths in their place), `cache_seqlens` and `seqlens`
+    (within what the block table holds), `block_table` (pages of the pool; of an append, none that is written twice),
+    positions of a `Rope`, and descales of `flash_attn_func`. Every call reads them on the host, which waits for the
+    device: leave the context where speed counts. It holds for the thread that entered it. Code that torch.compile
+    compiled is not checked.
 
     Calls are also held to those before them in the same context: `attention_kvcache` to the last `append_kvcache`
     (`cache_seqlens` that do not count its keys, a q whose heads are as many as its keys), and
@@ -37,8 +37,8 @@ def debug(*, save: str | os.PathLike[str] | None = None) -> Iterator[None]:
 
     In packed sequences and a cache, the first 8 sequences are looked at, and tokens of no sequence are left out. What
     `attention_quantized` and `attention_kvcache` are given is in 8 bits already: exact is fp64 attention on that, and
-    0.25 the only bound. Of a cache, the file has the pages in the block table. PyTorch's attention, which recipe="auto"
-    may choose, and `helion_attn.distributed`'s are not examined.
+    0.25 the only bound. Of a cache, the file has the pages in the block table. `kv_cache.step`, PyTorch's attention,
+    which recipe="auto" may choose, and `helion_attn.distributed`'s are not examined.
 
     Args:
         save: a folder. The file is named in a warning of `logging.getLogger("helion_attn")`.

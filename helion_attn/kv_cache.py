@@ -1,10 +1,9 @@
 """A paged KV cache in 8 bits, what appends to it, and attention over it: decoding, and prompts in chunks.
 
-A key may be less a constant of the cache, and has descales of its own, of K and of V. Those of V, and of e4m3 keys, are
-mostly those of their page's first key, which leave room for keys 18 times as large and more, and a kernel takes as one
-number a page. A key that they do not fit has others, and attention takes such keys in a second pass: nothing is
-clamped, and no key's descales depend on what came with it. Int8 keys have any descale, without a second pass. The price
-is 8 bytes a key and KV head: 3% of the bytes at D 128.
+A key may be less a constant of the cache. While its page fills, it has descales of its own, of K and of V, so that what
+is there is not quantised anew; a page that is full is closed, with one of each for all of its keys. Descales of V, and
+of e4m3 keys, are powers of two, so closing is an exact shift but for subnormals; int8 keys are rounded once more. The
+price of descales is 8 bytes a key and KV head: 3% of the bytes at D 128.
 """
 
 from __future__ import annotations
@@ -21,21 +20,29 @@ from helion_attn.configs import page_packing
 from helion_attn.debug_state import debugging
 from helion_attn.names import options_of, reject_unknown_kwargs
 from helion_attn.numerics import MAX_CHANNEL_FACTOR_LOG2, SAMPLED_KEYS
-from helion_attn.options import CacheOptions, ScoreOptions
+from helion_attn.options import CacheOptions, ScoreOptions, StepOptions
 from helion_attn.preprocess.lib.equalise import channel_factors_of
-from helion_attn.problem import AppendArgs, DecodeArgs, rope_arguments
-from helion_attn.types import CACHE_RECIPE, Layout, PagedKVCache, Recipe, RecipeName, Rope, as_cache_recipe
-from helion_attn.validate.dense import check_count
+from helion_attn.problem import AppendArgs, DecodeArgs, OpenPagesArgs, StepArgs, open_page_count, rope_arguments
+from helion_attn.types import CACHE_RECIPE, Layout, OpenPages, PagedKVCache, Recipe, RecipeName, Rope, as_cache_recipe
+from helion_attn.validate.dense import check_count, described
 from helion_attn.validate.kv_cache import (
     CONSTANTS,
+    check_buffer,
     check_cache_constants,
     check_constant,
+    check_drafts,
+    check_kv_cache,
     check_kvcache_append,
     check_kvcache_attention,
+    check_open_pages,
     check_page_head_dim,
+    check_step,
 )
 from helion_attn.validate.pages import check_pages_of_heads
 from helion_attn.validate.values import check_appended
+
+#: What has no name in `helion_attn` itself.
+__all__ = ["cache_from_buffer", "page_bytes", "step", "step_open_pages"]
 
 
 def steady_mean(k: torch.Tensor, positions: int) -> torch.Tensor:
@@ -177,28 +184,16 @@ def paged_kv_cache(
         cache = ha.paged_kv_cache(num_pages=8, H_kv=2, D=64)
         block_table = torch.tensor([[5, 0], [2, 7]], dtype=torch.int32)  # two sequences of up to two pages
     """
-    int8_keys = as_cache_recipe(recipe).qk_dtype == torch.int8
     check_count("num_pages", num_pages)
-    check_count("H_kv", H_kv)
-    check_page_head_dim("D", D)
     D_v = D if D_v is None else D_v
-    check_page_head_dim("D_v", D_v)
-    check_constant("k_mean", k_mean, H_kv, D)
-    check_constant("channel_factors", channel_factors, H_kv, D)
+    key_dtype, mean, factors = cache_fields(H_kv, D, D_v, device, recipe, k_mean, channel_factors)
     tile = page_packing(D, D_v)
 
     def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(num_pages, H_kv, *shape, dtype=dtype, device=device)
 
-    mean = factors = None
-    if k_mean is not None:
-        mean = torch.zeros(H_kv, tile.D_pad, dtype=torch.float32, device=device)
-        mean[:, :D] = k_mean
-    if channel_factors is not None:
-        factors = torch.ones(H_kv, tile.D_pad, dtype=torch.float32, device=device)
-        factors[:, :D] = powers_of_two(channel_factors)
     return PagedKVCache(
-        empty(tile.page_size, tile.D_pad, dtype=torch.int8 if int8_keys else torch.float8_e4m3fn),
+        empty(tile.page_size, tile.D_pad, dtype=key_dtype),
         empty(tile.D_v_pad, tile.page_size, dtype=torch.float8_e4m3fn),
         empty(tile.page_size, dtype=torch.float32),
         empty(tile.page_size, dtype=torch.float32),
@@ -207,6 +202,109 @@ def paged_kv_cache(
         D,
         D_v,
     )
+
+
+def cache_fields(
+    H_kv: int,
+    D: int,
+    D_v: int,
+    device: torch.device | str | None,
+    recipe: Recipe | RecipeName,
+    k_mean: torch.Tensor | None,
+    channel_factors: torch.Tensor | None,
+) -> tuple[torch.dtype, torch.Tensor | None, torch.Tensor | None]:
+    """The dtype of keys, and the constants of a cache, padded; the arguments are checked."""
+    int8_keys = as_cache_recipe(recipe).qk_dtype == torch.int8
+    check_count("H_kv", H_kv)
+    check_page_head_dim("D", D)
+    check_page_head_dim("D_v", D_v)
+    check_constant("k_mean", k_mean, H_kv, D)
+    check_constant("channel_factors", channel_factors, H_kv, D)
+    mean = factors = None
+    padded = H_kv, page_packing(D, D_v).D_pad
+    if k_mean is not None:
+        mean = torch.zeros(padded, dtype=torch.float32, device=device)
+        mean[:, :D] = k_mean
+    if channel_factors is not None:
+        factors = torch.ones(padded, dtype=torch.float32, device=device)
+        factors[:, :D] = powers_of_two(channel_factors)
+    return torch.int8 if int8_keys else torch.float8_e4m3fn, mean, factors
+
+
+def page_bytes(H_kv: int, D: int, D_v: int | None = None) -> int:
+    """Return the bytes of a page of a cache: of all its heads, K, V and their descales.
+
+    page_size * H_kv * (D + D_v + 8), with D and D_v padded, as they are stored.
+
+    Args:
+        H_kv: KV heads.
+        D: head dim of Q and K; 16..512.
+        D_v: head dim of V; D by default.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what is accepted.
+
+    Example:
+        assert ha.kv_cache.page_bytes(H_kv=8, D=128) == 128 * 8 * (128 + 128 + 8)
+    """
+    D_v = D if D_v is None else D_v
+    check_count("H_kv", H_kv)
+    check_page_head_dim("D", D)
+    check_page_head_dim("D_v", D_v)
+    tile = page_packing(D, D_v)
+    return tile.page_size * H_kv * (tile.D_pad + tile.D_v_pad + 8)
+
+
+@reject_unknown_kwargs
+def cache_from_buffer(
+    buffer: torch.Tensor,
+    H_kv: int,
+    D: int,
+    *,
+    D_v: int | None = None,
+    recipe: Recipe | RecipeName = CACHE_RECIPE,
+    k_mean: torch.Tensor | None = None,
+    channel_factors: torch.Tensor | None = None,
+) -> PagedKVCache:
+    """Return a cache that lies in a caller's memory; `PagedKVCache.from_buffer` is the same.
+
+    A page's bytes are together: of each head K, V, the descales of K and those of V. Nothing is written.
+
+    Args:
+        buffer: uint8 or int8 [num_pages, at least `page_bytes` bytes], pages any multiple of 16 bytes apart, so that
+            layers can share it; on the device of the cache.
+        H_kv: and D, D_v, recipe, k_mean, channel_factors, as `paged_kv_cache` has them.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what is accepted.
+
+    Example:
+        buffer = torch.zeros(8, ha.kv_cache.page_bytes(H_kv=2, D=64), dtype=torch.uint8)
+        cache = ha.kv_cache.cache_from_buffer(buffer, H_kv=2, D=64)
+    """
+    D_v = D if D_v is None else D_v
+    device = buffer.device if isinstance(buffer, torch.Tensor) else None
+    key_dtype, mean, factors = cache_fields(H_kv, D, D_v, device, recipe, k_mean, channel_factors)
+    check_buffer(buffer, page_bytes(H_kv, D, D_v), H_kv)
+    tile = page_packing(D, D_v)
+    # [num_pages, H_kv, bytes of a head]
+    of_head = page_bytes(1, D, D_v)
+    heads = buffer.narrow(1, 0, H_kv * of_head).unflatten(1, (H_kv, of_head))
+    sizes = [tile.page_size * tile.D_pad, tile.D_v_pad * tile.page_size, 4 * tile.page_size, 4 * tile.page_size]
+    k8, v8, k_descale, v_descale = heads.split(sizes, 2)
+    return PagedKVCache(
+        k8.view(key_dtype).unflatten(2, (tile.page_size, tile.D_pad)),
+        v8.view(torch.float8_e4m3fn).unflatten(2, (tile.D_v_pad, tile.page_size)),
+        k_descale.view(torch.float32),
+        v_descale.view(torch.float32),
+        mean,
+        factors,
+        D,
+        D_v,
+    )
+
+
+PagedKVCache.from_buffer = staticmethod(cache_from_buffer)
 
 
 def cache_tensors(cache: PagedKVCache) -> tuple[Any, ...]:
@@ -231,7 +329,8 @@ def append_kvcache(
     *,
     layout: Layout = "bhsd",
     rope: Rope | None = None,
-) -> None:
+    drafts: int = 0,
+) -> OpenPages:
     """Quantise new keys and values and store them behind those of each sequence; `cache_seqlens` is not advanced.
 
     Key i of sequence b goes to position t = cache_seqlens[b] + i, that is slot t % page_size of page
@@ -239,8 +338,10 @@ def append_kvcache(
     or page they cannot have (a negative length, a position past the table, a page outside of the pool) is not stored;
     `attention_kvcache` gives NaN for such a sequence.
 
-    A sequence's keys must be appended in order: the append that fills slot 0 of a page chooses the page's descales, and
-    also clears the slots past its own last key.
+    A sequence's keys must be appended in order: the append that fills slot 0 of a page also clears the slots past its
+    own last key. A page that is full is closed: rewritten, so that one descale serves all of its keys and one all of
+    its values. Sequences may share closed pages. Where a sequence goes on from inside of one, it opens again, and must
+    be the sequence's own; the keys that stay keep what closing has made of them.
 
     Args:
         cache: written.
@@ -252,6 +353,12 @@ def append_kvcache(
         layout: "bhsd" or "bshd".
         rope: rotate K by position first. Its tables must reach all positions: one outside makes NaN of its key. It must
             not have positions of its own; and k must have a last-dimension stride of 1.
+        drafts: how many of each sequence's new keys, the last ones, may still be rejected, up to half of a page. Pages
+            that hold some of them stay open until the next append.
+
+    Returns:
+        The pages that it touched in the form that they do not have in the cache, for `attention_kvcache` of the
+        queries of the new keys.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is accepted.
@@ -268,7 +375,7 @@ def append_kvcache(
     """
 
     def problem() -> tuple[Any, AppendArgs]:
-        check_kvcache_append(cache, k, v, block_table, cache_seqlens, layout, rope)
+        check_kvcache_append(cache, k, v, block_table, cache_seqlens, layout, rope, drafts)
         swapped = layout == "bshd"
         return ops.append_kv, AppendArgs(
             k=k.transpose(1, 2) if swapped else k,
@@ -276,12 +383,24 @@ def append_kvcache(
             cache=cache,
             block_table=block_table,
             cache_seqlens=cache_seqlens,
+            drafts=drafts,
             rope=rope_arguments(rope),
         )
 
     in_cache = cache_tensors(cache)
     tensors = k, v, *in_cache, block_table, cache_seqlens, *rope_tensors(rope)
-    plans.run("append_kvcache", tensors, (layout, *cache_sizes(cache), interleaved(rope)), problem, in_cache[:4])
+    options = layout, *cache_sizes(cache), interleaved(rope), drafts
+    k8, v8, k_descale, v_descale = plans.run("append_kvcache", tensors, options, problem, in_cache[:4])
+    return OpenPages(k8, v8, k_descale, v_descale, k.size(2 if layout == "bhsd" else 1), drafts)
+
+
+def open_page_fields(pages: OpenPages | None) -> tuple[Any, ...]:
+    """The fields of `OpenPagesArgs`."""
+    if pages is None:
+        return None, None, None, None, 0, 0
+    if not isinstance(pages, OpenPages):
+        raise TypeError(f"open_pages is {described(pages)}; it must be None or what append_kvcache returned")
+    return pages.k8, pages.v8, pages.k_descale, pages.v_descale, pages.keys, pages.drafts
 
 
 def decode_problem(
@@ -290,6 +409,7 @@ def decode_problem(
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
     *,
+    open_pages: OpenPages | None = None,
     causal: bool = True,
     sm_scale: float | None = None,
     layout: Layout = "bhsd",
@@ -303,12 +423,14 @@ def decode_problem(
     """The arguments of `attention_kvcache`, checked, as its operation takes them."""
     scores = ScoreOptions(causal=causal, sm_scale=sm_scale, window=window, softcap=softcap, sinks=sinks)
     check_kvcache_attention(q, cache, block_table, cache_seqlens, layout, scores, return_lse, num_splits, out_dtype)
+    check_open_pages(open_pages, cache, block_table)
     if debugging():  # not in a check that flash-attn's function makes before it appends
         check_appended(q, cache, block_table, cache_seqlens, layout)
     scores = scores.resolved(cache.D)
     return DecodeArgs(
         q=q.transpose(1, 2) if layout == "bshd" else q,
         cache=cache,
+        open_pages=OpenPagesArgs(*open_page_fields(open_pages)),
         block_table=block_table,
         cache_seqlens=cache_seqlens,
         splits=num_splits,
@@ -329,10 +451,17 @@ def attention_of_heads(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`attention_kvcache` with pages of every KV head: each is a sequence of its own, and a page's heads are pages."""
     layout = options.pop("layout", "bhsd")
+    if options.pop("open_pages", None) is not None:
+        raise NotImplementedError("open_pages is given; with a block table of every KV head it must be None")
     check_pages_of_heads(q, cache, block_table, cache_seqlens, layout, options.get("window"), options.get("sinks"))
     swapped = layout == "bshd"
     q = q.transpose(1, 2) if swapped else q
     (B, H, M, D), (num_pages, H_kv) = q.shape, cache.k8.shape[:2]
+    if cache.k8.stride(0) != H_kv * cache.k8.stride(1):
+        raise NotImplementedError(
+            f"pages of the cache lie {cache.k8.stride(0)} bytes apart; with a block table of every KV head they must "
+            f"follow each other, {H_kv * cache.k8.stride(1)} bytes apart: give from_buffer rows of page_bytes"
+        )
     per_head: dict[str, Any] = {name: x.view(-1, 1, *x.shape[2:]) for name, x in cache._tensors().items()}
     # Sequence b * H_kv + h has the constants of head h.
     per_head |= {name: x.unsqueeze(1) for name, x in cache._tensors().items() if name in CONSTANTS}
@@ -398,10 +527,9 @@ def attention_kvcache(
 
     The heads that share a KV head, times M, are the rows of tiles. Below 64 rows, `fp8_attn_decode` has tiles of up to
     32. From 64 on, `fp8_attn_prefill` has tiles of 64 or 128: for a prompt in chunks, or drafts of several tokens. A
-    tile's pages are split over programs where tiles are few. Q is quantised on the way, one descale a row. A page costs
-    as much again for each descale of V, of e4m3 keys for each pair with K's, that some of its keys have in place of its
-    first key's, and for rows whose scores are beyond fp16. A NaN or infinity makes NaN of the rows that see its key, in
-    V also of others whose tile reads its page. With N for cache_seqlens[b], masks and results are those of `attention`.
+    tile's pages are split over programs where tiles are few. Q is quantised on the way, one descale a row. A NaN or
+    infinity makes NaN of the rows that see its key; in V, and in K of int8 where its page is closed, also of others
+    whose tile reads its page. With N for cache_seqlens[b], masks and results are those of `attention`.
 
     Args:
         q: [B, H, M, D], bf16, fp16 or fp32, any strides; with layout="bshd", H and M swapped. H is a multiple of the
@@ -411,6 +539,9 @@ def attention_kvcache(
             end are not read. Or [B, H_kv, pages], for each KV head the pages that its queries see, such as `pages.top`
             chooses; then `cache_seqlens` is [B, H_kv], `causal` counts keys as
             they are listed, and `window` and `sinks` are not supported.
+        open_pages: what `append_kvcache` returned of the keys that these queries came with. A causal query at position
+            i then sees the page of its own key open, as it was before it was full, whatever came with it, and all
+            earlier pages closed. Without, queries see pages as the cache has them: full ones closed.
         cache_seqlens: int32 [B], the keys of each sequence, those of the queries included. Neither table is read on the
             host. A length that is negative or exceeds the block table makes NaN of the sequence's output, and a page
             outside of the pool of the rows that see it, at least.
@@ -420,11 +551,12 @@ def attention_kvcache(
         window: (left, right), as `attention` has it. Pages outside of it are not read.
         softcap: as `attention` has it.
         sinks: [H], as `attention` has it.
-        num_splits: runs into which the pages that a query sees are split; chosen by default, from the shapes and the
+        num_splits: splits into which the pages that a query sees are split; chosen by default, from the shapes and the
             GPU. The results of two choices differ in their rounding. If it is given, and no more than the width of the
             block table, a query's out and lse have bits that depend on the query, the keys that it sees as the cache
-            stores them, and this number alone: in a chunk of any length, in any batch, on any pages. A NaN or infinity
-            is an exception, as above.
+            stores them, and this number alone: in a chunk of any length, in any batch, on any pages; with `open_pages`,
+            on the keys alone, however they were appended and with whatever drafts, unless a sequence went on from
+            inside of a closed page. A NaN or infinity is an exception, as above.
         return_lse: also return the log-sum-exp of the scores.
         out_dtype: bf16, fp16 or fp32; q's by default.
 
@@ -452,8 +584,206 @@ def attention_kvcache(
     if isinstance(block_table, torch.Tensor) and block_table.dim() == 3:
         return attention_of_heads(q, cache, block_table, cache_seqlens, return_lse, **options)
     more, of_sinks = split_tensors(sinks=options.get("sinks"))
-    rest = {name: x for name, x in options.items() if name != "sinks"}
-    tensors = q, *cache_tensors(cache), block_table, cache_seqlens, *more
-    given = *cache_sizes(cache), return_lse, *rest, *rest.values(), *of_sinks
+    rest = {name: x for name, x in options.items() if name not in ("sinks", "open_pages")}
+    opened = open_page_fields(options.get("open_pages"))
+    tensors = q, *cache_tensors(cache), *opened[:4], block_table, cache_seqlens, *more
+    given = *cache_sizes(cache), *opened[4:], return_lse, *rest, *rest.values(), *of_sinks
     out, lse = plans.run("attention_kvcache", tensors, given, problem)
+    return (out, lse) if return_lse else out
+
+
+def step_open_pages(cache: PagedKVCache, tokens: int, sequences: int, *, drafts: int = 0) -> OpenPages:
+    """Memory for the open pages of a `step` of so many tokens and sequences; not initialised.
+
+    Layers whose keys are others' read there what the layer that appended them wrote: `step(open_pages=)`.
+
+    Args:
+        cache: of the layer that appends.
+        tokens: rows of `step`'s q.
+        sequences: rows of its block table.
+        drafts: as `step` has it.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what is accepted.
+
+    Example:
+        cache = ha.paged_kv_cache(num_pages=2, H_kv=2, D=64)
+        open_pages = ha.kv_cache.step_open_pages(cache, tokens=8, sequences=2)
+    """
+    check_kv_cache(cache)
+    check_count("tokens", tokens)
+    check_count("sequences", sequences)
+    check_drafts(drafts, cache)
+    count = open_page_count(tokens, sequences, cache.page_size, drafts)
+    k8, v8, k_descale, v_descale = (
+        x.new_empty((count, *x.shape[1:])) for x in (cache.k8, cache.v8, cache.k_descale, cache.v_descale)
+    )
+    return OpenPages(k8, v8, k_descale, v_descale, tokens, drafts)
+
+
+def step_problem(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    cache: PagedKVCache,
+    cu_seqlens: torch.Tensor,
+    block_table: torch.Tensor,
+    seqlens: torch.Tensor,
+    *,
+    drafts: int = 0,
+    open_pages: OpenPages | None = None,
+    out: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool = True,
+    sm_scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    rope: Rope | None = None,
+) -> StepArgs:
+    """The arguments of `step`, checked, as its operation takes them."""
+    scores = ScoreOptions(causal=causal, sm_scale=sm_scale, window=window, softcap=softcap, sinks=sinks)
+    check_step(
+        q, k, v, cache, cu_seqlens, block_table, seqlens, drafts, open_pages, out, max_seqlen_q, max_seqlen_k, scores,
+        num_splits, return_lse, rope,
+    )  # fmt: skip
+    resolved = scores.resolved(cache.D)
+    opened = OpenPagesArgs(*open_page_fields(open_pages))._replace(keys=0, drafts=drafts)
+    return StepArgs(
+        q=q,
+        k=k,
+        v=v,
+        cache=cache,
+        open_pages=opened,
+        cu_seqlens=cu_seqlens,
+        block_table=block_table,
+        seqlens=seqlens,
+        out=q.new_empty((q.size(0), q.size(1), cache.D_v)) if out is None else out,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        splits=num_splits,
+        scores=resolved,
+        needs_lse_shift=resolved.needs_lse_shift(return_lse),
+        rope=rope_arguments(rope),
+    )
+
+
+@overload
+def step(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    cache: PagedKVCache,
+    cu_seqlens: torch.Tensor,
+    block_table: torch.Tensor,
+    seqlens: torch.Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[StepOptions],
+) -> torch.Tensor: ...
+@overload
+def step(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    cache: PagedKVCache,
+    cu_seqlens: torch.Tensor,
+    block_table: torch.Tensor,
+    seqlens: torch.Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[StepOptions],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@reject_unknown_kwargs
+@options_of(step_problem)
+def step(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    cache: PagedKVCache,
+    cu_seqlens: torch.Tensor,
+    block_table: torch.Tensor,
+    seqlens: torch.Tensor,
+    *,
+    return_lse: bool = False,
+    **options: Unpack[StepOptions],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Append new keys and values to a paged cache, and attend to it: a step of an engine, in one call.
+
+    Tokens of all sequences follow each other, as many of each as there are: prompts, chunks of them and decodes. A
+    query sees its own key and the earlier ones of its sequence, as the cache stores them: the page of its own key open,
+    and all earlier ones closed, as `attention_kvcache` has it with `open_pages`.
+
+    Nothing is read on the host. Lengths and pages are values of tensors, so a CUDA graph serves any batch of as many
+    tokens and rows. `fp8_attn_decode` takes sequences of as few queries as fill the tiles of one new token and
+    its drafts, `fp8_attn_prefill` those of more.
+
+    Args:
+        q: [tokens, H, D], bf16, fp16 or fp32, any strides. H is a multiple of the cache's H_kv.
+        k: [tokens, H_kv, D], same dtype, any strides; or None, as v: then nothing is appended.
+        v: [tokens, H_kv, D_v].
+        cache: from `paged_kv_cache`; written if k is given.
+        cu_seqlens: int32 [B + 1], contiguous: sequence b has tokens `cu_seqlens[b]` up to `cu_seqlens[b + 1]`, at least
+            0 and no more than there are. Tokens behind the last sequence are of none.
+        block_table: int32 [B, pages of a sequence], contiguous: the pages of each sequence. Sequences do not share a
+            page that is appended to.
+        seqlens: int32 [B], contiguous: the keys of each sequence, those of its tokens here included. A sequence of 0 or
+            less is padding: its keys are not stored, and its rows of the output not written. One that exceeds the block
+            table gives NaN.
+        drafts: how many of each sequence's new tokens, the last ones, may still be rejected, up to half of a page.
+            Pages that hold some of them stay open until the next step.
+        open_pages: from `step_open_pages`. With k, memory for pages in the form that the cache does not have, in place
+            of the call's own. Without k, what a step of the same batch wrote there: then queries see what
+            that step's see. Without both they see pages as the cache has them.
+        out: [tokens, H, D_v], contiguous, bf16, fp16 or fp32, written; made by default, of q's dtype.
+        max_seqlen_q: the most tokens of a sequence. It and the next choose splits; a call that exceeds them is
+            right, and slower.
+        max_seqlen_k: the most keys of a sequence.
+        causal: as `attention_kvcache` has it, and so sm_scale, window, softcap, sinks and num_splits.
+        sm_scale: likewise.
+        window: likewise.
+        softcap: likewise.
+        sinks: likewise.
+        num_splits: likewise.
+        return_lse: also return the log-sum-exp of the scores.
+        rope: rotate K by position first, as `append_kvcache` has it.
+
+    Returns:
+        out, and fp32 lse [H, tokens], natural log, if asked for. Rows of padding, and of no sequence, are not written.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what is accepted.
+        NotImplementedError: neither a CUDA device of compute capability 9.0 nor the CPU.
+        RuntimeError: an input requires grad, in grad mode, or has a tangent.
+
+    Example:
+        cache = ha.paged_kv_cache(num_pages=2, H_kv=2, D=64)
+        block_table = torch.tensor([[1], [0]], dtype=torch.int32)
+        cu_seqlens = torch.tensor([0, 7, 8], dtype=torch.int32)  # a prompt of seven tokens, and one of one
+        seqlens = torch.tensor([7, 1], dtype=torch.int32)
+        q = torch.randn(8, 4, 64, dtype=torch.bfloat16)
+        k, v = torch.randn(2, 8, 2, 64, dtype=torch.bfloat16)
+        out = ha.kv_cache.step(q, k, v, cache, cu_seqlens, block_table, seqlens)
+    """
+    out: Any = options.pop("out", None)
+    if out is None and isinstance(q, torch.Tensor) and q.dim() == 3 and isinstance(cache, PagedKVCache):
+        out = q.new_empty((q.size(0), q.size(1), cache.D_v))
+    opened = options.pop("open_pages", None)
+
+    def problem() -> tuple[Any, StepArgs]:
+        given: dict[str, Any] = {**options, "out": out, "open_pages": opened, "return_lse": return_lse}
+        return ops.step, step_problem(q, k, v, cache, cu_seqlens, block_table, seqlens, **given)
+
+    more, of_tensors = split_tensors(rope=options.get("rope"), sinks=options.get("sinks"))
+    rest = {name: x for name, x in options.items() if name not in ("sinks", "rope")}
+    in_cache, pages = cache_tensors(cache), open_page_fields(opened)[:4]
+    tensors = q, k, v, *in_cache, *pages, cu_seqlens, block_table, seqlens, out, *more
+    key = *cache_sizes(cache), return_lse, *rest, *rest.values(), *of_tensors
+    written = [out] if k is None else [out, *in_cache[:4], *(x for x in pages if x is not None)]
+    returned = plans.run("kv_cache.step", tensors, key, problem, written)
+    # One tensor, or a plan's.
+    lse = returned if isinstance(returned, torch.Tensor) else returned[0]
     return (out, lse) if return_lse else out

@@ -153,21 +153,13 @@ E4M3_BITS_OF_ONE = round(16.0 * E4M3_STEPS * (7.0 - (1.5 - LOG2E))) / 16.0
 #: The smallest and largest of fp16 that a line from scores in fp16 has.
 FP16_TINY, FP16_LARGE = 2.0**-24, 60000.0
 
-#: A key of a KV cache has its page's base as its descale unless its largest magnitude is less than this many times it,
-#: or does not fit e4m3. Below, too many of its numbers lie under 2**-6, where e4m3 has fewer bits.
-LEAST_AMAX_IN_BASE = 2.0**-3
+#: Descales of e4m3 keys of a KV cache have a finite reciprocal, and fit all of fp32.
+MIN_K_DESCALE_LOG2, MAX_K_DESCALE_LOG2 = -126, 120
 
-#: And unless it is more than this many times it, up to `MAX_BITS_D`, where scores may be fp16.
-MOST_AMAX_IN_BASE = 64.0
+#: What marks a page of a KV cache as closed, in slot 1 of its descales, which are not negative.
+CLOSED = -1.0
 
-#: The largest magnitude of a page's first key, over K's base: e4m3 has it. A sink is such a key, and may have most of
-#: its score from one channel.
-K_AMAX_IN_BASE = 3.5
-
-#: Bases of a KV cache's pages lie in 2**-60..2**60 of K. Its descales have a finite reciprocal, and fit all of fp32.
-MAX_K_BASE_LOG2, MIN_K_DESCALE_LOG2, MAX_K_DESCALE_LOG2 = 60, -126, 120
-
-#: Descales of int8 keys of a KV cache end at two to this: scores, and the bias of a descale, are then fp32's.
+#: Descales of int8 keys of a KV cache end at two to this: scores are then fp32's.
 MAX_INT8_K_DESCALE_LOG2 = 93
 
 #: The largest score of 256 channels in a KV cache, by the dtype of its keys.
@@ -176,18 +168,6 @@ MAX_PAGE_SCORE = {torch.float8_e4m3fn: E4M3_MAX**2 * 256, torch.int8: INT8_MAX**
 #: Up to where one FMA takes scores in base 2 to P: there, an offset in e4m3's steps is rounded by 1, and the largest P
 #: has 6 to spare.
 MAX_PAGE_SCORE_LOG2 = 2.0**21
-
-#: The same of scores in fp16, of which a row has all again in fp32 if its largest lies further from 0: up to here a
-#: line's offset is rounded by 4 steps of e4m3 at most, and the largest P has 6 to spare.
-MAX_HALF_PAGE_SCORE_LOG2 = 1920.0
-
-#: What a row's largest score has besides where its scale is beyond fp16: more than any in fp16 times `FP16_LARGE`.
-BEYOND_FP16_LOG2 = 2.0**33
-
-#: The lowest reference of a row that keeps its fp16 scores: its largest is at least -`MAX_HALF_PAGE_SCORE_LOG2`.
-LEAST_HALF_PAGE_REFERENCE = -(
-    MAX_HALF_PAGE_SCORE_LOG2 + PAGE_REFERENCE_REACH_LOG2 + MAX_P_OFFSET_LOG2[torch.float8_e4m3fn]
-)
 
 #: V's descales in a KV cache lie in 2**-26..2**26. Row sums are divided by them, and fp32 holds that, 2**28 numbers of
 #: them, 2**`PAGE_REFERENCE_REACH_LOG2` times.
@@ -217,18 +197,3 @@ MAX_BITS_D = 128
 def takes_bits(pv_dtype: torch.dtype, d: int) -> bool:
     """Whether the bits of a P that is summed in two levels come from the scores; `d` as in `first_block_max`."""
     return pv_dtype == torch.float8_e4m3fn and d <= MAX_BITS_D
-
-
-def takes_half_scores(k_dtype: torch.dtype, d: int, capped: bool) -> bool:
-    """Whether scores of a KV cache are fp16; `d` as in `first_block_max`. Int8 products have sums in int32 alone."""
-    return k_dtype == torch.float8_e4m3fn and d <= MAX_BITS_D and not capped
-
-
-def most_amax_in_base(d: int) -> float:
-    """The largest magnitude of an e4m3 key of a KV cache in its page's base; `d` as in `first_block_max`."""
-    return MOST_AMAX_IN_BASE if d <= MAX_BITS_D else E4M3_MAX
-
-
-def largest_q_of_cache(k_dtype: torch.dtype, d: int, half: bool) -> float:
-    """The largest magnitude of a row of Q, of `d` channels: with scores in fp16 it holds any with a key in its base."""
-    return e4m3_up_to(FP16_MAX / (d * MOST_AMAX_IN_BASE)) if half else FORMAT_MAX[k_dtype]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 import torch
 
 from helion_attn.numerics import LOG2E
-from helion_attn.types import Auto, BlockMask, Layout, Recipe, RecipeName, RMSNorm, Rope
+from helion_attn.types import Auto, BlockMask, Layout, OpenPages, Recipe, RecipeName, RMSNorm, Rope
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
@@ -238,3 +238,15 @@ class CacheOptions(AttentionOptions, SplitOptions, total=False):
     """Those of `helion_attn.attention_kvcache`."""
 
     layout: Layout
+    open_pages: OpenPages | None
+
+
+class StepOptions(ScoreKwargs, SplitOptions, total=False):
+    """Those of `helion_attn.kv_cache.step`."""
+
+    drafts: int
+    open_pages: OpenPages | None
+    out: torch.Tensor | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    rope: Rope | None

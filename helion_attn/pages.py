@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from helion_attn.types import Layout, PagedKVCache
+from helion_attn.types import Layout, PagedKVCache, key_descales
 from helion_attn.validate.kv_cache import check_kv_cache
 from helion_attn.validate.pages import check_top, check_update_means
 
@@ -77,7 +77,7 @@ def update_means(
     filled = (slot * page_size).unsqueeze(2) + torch.arange(page_size, device=means.device) < end.unsqueeze(2)
     # [B, pages, H_kv, page_size, D]; PyTorch has no indexing of 8-bit floats on a CPU.
     keys = cache.k8.view(torch.uint8)[source].view(cache.k8.dtype)[..., : cache.D].float()
-    keys = torch.where(filled[:, :, None, :, None], keys * cache.k_descale[source].unsqueeze(4), 0.0)
+    keys = torch.where(filled[:, :, None, :, None], keys * key_descales(cache.k_descale[source]).unsqueeze(4), 0.0)
     mean = keys.sum(3) / filled.sum(2).clamp_min(1)[:, :, None, None]
     if cache.channel_factors is not None:
         mean = mean * cache.channel_factors[:, : cache.D]

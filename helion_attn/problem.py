@@ -389,12 +389,30 @@ class MergeArgs(NamedTuple):
     bshd: bool
 
 
+class OpenPagesArgs(NamedTuple):
+    """What an append returned, as `OpenPages` has it.
+
+    Attributes:
+        k8: and the other tensors, pages as those of the cache, or None.
+        keys: how many were appended to each sequence; 0 without the tensors.
+        drafts: how many of them may still be rejected.
+    """
+
+    k8: torch.Tensor | None
+    v8: torch.Tensor | None
+    k_descale: torch.Tensor | None
+    v_descale: torch.Tensor | None
+    keys: int
+    drafts: int
+
+
 class DecodeArgs(NamedTuple):
     """Attention over a paged cache.
 
     Attributes:
         q: [B, H, M, D], bf16, fp16 or fp32, any strides.
         cache: keys and values.
+        open_pages: of the append before, whose queries these are.
         block_table: int32 [B, max_pages].
         cache_seqlens: int32 [B].
         splits: of a sequence's pages; None for the choice by shapes and GPU.
@@ -404,6 +422,7 @@ class DecodeArgs(NamedTuple):
 
     q: torch.Tensor
     cache: PagedKVCache
+    open_pages: OpenPagesArgs
     block_table: torch.Tensor
     cache_seqlens: torch.Tensor
     splits: int | None
@@ -411,6 +430,43 @@ class DecodeArgs(NamedTuple):
     needs_lse_shift: bool
     bshd: bool
     out_dtype: torch.dtype
+
+
+def pages_apart(drafts: int) -> int:
+    """Of a packed batch sequence b has its first open page at cu_seqlens[b] // page_size + b times this.
+
+    That is room for all pages that its new keys fill, and with drafts for one that follows.
+    """
+    return 1 + (drafts > 0)
+
+
+def open_page_count(tokens: int, sequences: int, page_size: int, drafts: int) -> int:
+    """How many open pages a packed batch has at most."""
+    return tokens // page_size + sequences * pages_apart(drafts)
+
+
+def power_that_holds(sequences: int) -> int:
+    """A power of two that holds so many sequences; the fewest are 16."""
+    return max(16, 1 << (sequences - 1).bit_length())
+
+
+class PackedBatch(NamedTuple):
+    """Queries of sequences that follow each other, [1, heads, tokens, D], and not as many of each.
+
+    Attributes:
+        cu_seqlens: int32 [B + 1], where they begin.
+        most_queries: of a sequence for `fp8_attn_decode`; those with more are for `fp8_attn_prefill`.
+        few: which of the two kernels a launch is of.
+    """
+
+    cu_seqlens: torch.Tensor
+    most_queries: int
+    few: bool
+
+    @property
+    def size(self) -> int:
+        """A power of two that holds the sequences."""
+        return power_that_holds(self.cu_seqlens.size(0) - 1)
 
 
 class QuantizeArgs(NamedTuple):
@@ -601,6 +657,7 @@ class AppendArgs(NamedTuple):
         cache: written.
         block_table: int32 [B, max_pages].
         cache_seqlens: int32 [B].
+        drafts: how many of them, the last ones, may still be rejected.
         rope: rotates K.
     """
 
@@ -609,4 +666,41 @@ class AppendArgs(NamedTuple):
     cache: PagedKVCache
     block_table: torch.Tensor
     cache_seqlens: torch.Tensor
+    drafts: int
     rope: RopeArgs
+
+
+class StepArgs(NamedTuple):
+    """Append and attend on packed tokens.
+
+    Attributes:
+        q: [tokens, H, D], bf16, fp16 or fp32, any strides.
+        k: [tokens, H_kv, D], same dtype, any strides, or None.
+        v: [tokens, H_kv, D_v], or None.
+        cache: written if there is k.
+        open_pages: written if there is k, otherwise read; None for those of the call's own, or none.
+        cu_seqlens: int32 [B + 1].
+        block_table: int32 [B, max_pages].
+        seqlens: int32 [B], with the new keys.
+        out: contiguous [tokens, H, D_v], written.
+        max_seqlen_q: the most tokens of a sequence, or None; a guess, like the next.
+        max_seqlen_k: the most keys.
+        splits: and the rest, as in `DecodeArgs`.
+        rope: rotates K. Before `scores`: `api.split_tensors` has its tensors before sinks.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor | None
+    v: torch.Tensor | None
+    cache: PagedKVCache
+    open_pages: OpenPagesArgs
+    cu_seqlens: torch.Tensor
+    block_table: torch.Tensor
+    seqlens: torch.Tensor
+    out: torch.Tensor
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    splits: int | None
+    rope: RopeArgs
+    scores: ScoreOptions
+    needs_lse_shift: bool

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         PackArgs,
         QuantizeArgs,
         RopeArgs,
+        StepArgs,
         VarlenArgs,
     )
 
@@ -120,7 +121,31 @@ def of_append(a: AppendArgs) -> PublicCall:
         "block_table": a.block_table,
         "cache_seqlens": a.cache_seqlens,
     }
-    return PublicCall("append_kvcache", tensors, _given({"rope": _rope(a.rope)}))
+    return PublicCall("append_kvcache", tensors, _given({"drafts": a.drafts or None, "rope": _rope(a.rope)}))
+
+
+def of_step(a: StepArgs) -> PublicCall:
+    """Return the call of `kv_cache.step`, without memory that it is given."""
+    options = {
+        "drafts": a.open_pages.drafts or None,
+        "max_seqlen_q": a.max_seqlen_q,
+        "max_seqlen_k": a.max_seqlen_k,
+        **_score_options(a.scores, a.cache.D),
+        "num_splits": a.splits,
+        "return_lse": a.needs_lse_shift and not a.scores.needs_lse_shift(return_lse=False),
+        "rope": _rope(a.rope),
+    }
+    tensors = {
+        "q": a.q,
+        "k": a.k,
+        "v": a.v,
+        "cache": dict(vars(a.cache)),
+        "cu_seqlens": a.cu_seqlens,
+        "block_table": a.block_table,
+        "seqlens": a.seqlens,
+    }
+    # Its default is True.
+    return PublicCall("kv_cache.step", tensors, {"causal": a.scores.right == 0, **_given(options)})
 
 
 def of_ranks(function: str, tensors: dict[str, Any], options: dict[str, Any], rope: Rope | None) -> PublicCall:
@@ -200,13 +225,13 @@ def _text(name: str, x: Any, call: PublicCall) -> str:
             return _text_of_qkv(x)
         case "cache":
             return _text_of_cache(x)
-        case "cu_seqlens_q" | "cu_seqlens_k":
-            tokens = call.tensors["q" if name == "cu_seqlens_q" else "k"].size(0)
+        case "cu_seqlens" | "cu_seqlens_q" | "cu_seqlens_k":
+            tokens = call.tensors["k" if name == "cu_seqlens_k" else "q"].size(0)
             return f"torch.linspace(0, {tokens}, {x.size(0)}{_on(x)}).int()"
         case "block_table":
             pages = call.tensors["cache"]["k8"].size(0)
             return f"(torch.arange({x.numel()}{_like(x)}) % {pages}).view({x.size(0)}, {x.size(1)})"
-        case "cache_seqlens":
+        case "cache_seqlens" | "seqlens":
             whole = call.tensors["block_table"].size(1) * call.tensors["cache"]["k8"].size(2)
             keys = 0 if call.function == "append_kvcache" else whole
             return f"torch.full(({x.size(0)},), {keys}{_like(x)})"

@@ -41,7 +41,7 @@ from helion_attn.public_calls import (
 from helion_attn.reference.rounding_model import attend, quantize
 from helion_attn.reference.shapes import hide_keys_of_rows, to_bhsd
 from helion_attn.testing import error_budget
-from helion_attn.types import BF16, PagedKVCache, QuantizedQKV, Recipe, RMSNorm, Rope
+from helion_attn.types import BF16, PagedKVCache, QuantizedQKV, Recipe, RMSNorm, Rope, key_descales
 from helion_attn.varlen import attention_varlen, varlen_problem
 from helion_attn.version import __version__
 
@@ -159,10 +159,10 @@ def _sequences(a: VarlenArgs) -> list[tuple[slice, slice]]:
 def _keys_and_values(cache: PagedKVCache, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of a sequence's pages, fp32 [1, H_kv, keys, D] and [1, H_kv, keys, D_v]."""
     # [pages, H_kv, page, D_pad]
-    k = cache.k8[pages].float() * cache.k_descale[pages].unsqueeze(3)
+    k = cache.k8[pages].float() * key_descales(cache.k_descale[pages]).unsqueeze(3)
     # [pages, H_kv, D_v_pad, page / 16, t, a, b], interleaved, in order
     v = cache.v8[pages].float().unflatten(3, (-1, 4, 2, 2)).transpose(4, 5).flatten(3).mT
-    v = v * cache.v_descale[pages].unsqueeze(3)
+    v = v * key_descales(cache.v_descale[pages]).unsqueeze(3)
     # [H_kv, keys, D]
     k, v = (x.transpose(0, 1).flatten(1, 2) for x in (k, v))
     if cache.channel_factors is not None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -605,22 +605,28 @@ class QuantizedQKV(PackedTensors):
         object.__setattr__(self, "recipe", self.recipe.resolved)
 
 
+def key_descales(descale: torch.Tensor) -> torch.Tensor:
+    """Return the descale of each key, [..., page_size], of `PagedKVCache.k_descale` or `v_descale`, or pages of it."""
+    return torch.where(descale[..., 1:2] < 0, descale[..., :1], descale)
+
+
 @dataclass(frozen=True, eq=False, repr=False)  # of tensors: == of their fields would be ambiguous
 class PagedKVCache(_OfTensors):
     """Keys and values in pages of `page_size`, packed as the attention kernel reads them. Made by `paged_kv_cache`.
 
-    A page is a block of the packed format of `QuantizedQKV`, and has descales for every key: a new key changes nothing
-    of those that are there, and an outlier costs no other key its resolution. Most values, and e4m3 keys, have those of
-    their page's first key, which is fast. `k ~ k8.float() * k_descale * channel_factors + k_mean` and
-    `v ~ v8.float() * v_descale`, a row each. Pages that no block table names hold anything. It can be moved, saved and
-    loaded as a `QuantizedQKV`.
+    A page is a block of the packed format of `QuantizedQKV`. While it fills it is open: each of its keys has descales
+    of its own, so a new key changes nothing of those that are there. Once full it is closed: it has one descale of K
+    and one of V, in slot 0, and a negative number in slot 1 as the mark. With each key's descales,
+    `k ~ k8.float() * k_descale * channel_factors + k_mean` and `v ~ v8.float() * v_descale`, a row each. Pages that no
+    block table names hold anything. It can be moved, saved and loaded as a `QuantizedQKV`.
 
     Attributes:
-        k8: float8_e4m3fn or int8 [num_pages, H_kv, page_size, D_pad].
+        k8: float8_e4m3fn or int8 [num_pages, H_kv, page_size, D_pad]; pages and heads of it and of the next three may
+            lie anywhere, multiples of 16 bytes apart.
         v8: float8_e4m3fn [num_pages, H_kv, D_v_pad, page_size], transposed, its keys interleaved inside every 16: key
             `8a + 2t + b` is stored at `4t + 2a + b` (a, b in {0, 1}, t in 0..3).
-        k_descale: fp32 [num_pages, H_kv, page_size], in the order of the keys.
-        v_descale: fp32 [num_pages, H_kv, page_size], in the order of the keys; powers of two in 2**-26..2**26.
+        k_descale: fp32 [num_pages, H_kv, page_size], in the order of the keys; of e4m3 keys powers of two.
+        v_descale: fp32 [num_pages, H_kv, page_size], likewise; powers of two in 2**-26..2**26.
         k_mean: fp32 [H_kv, D_pad], subtracted from all keys, or None.
         channel_factors: fp32 [H_kv, D_pad], powers of two that channels of all keys, less the mean, are divided by, and
             those of Q multiplied by; or None.
@@ -641,11 +647,45 @@ class PagedKVCache(_OfTensors):
     channel_factors: torch.Tensor | None
     D: int
     D_v: int
+    #: A cache that lies in a caller's memory: `kv_cache.cache_from_buffer`, which knows how large pages are.
+    from_buffer: ClassVar[Callable[..., PagedKVCache]]
 
     @property
     def page_size(self) -> int:
         """Keys of a page."""
         return self.k8.size(2)
+
+
+@dataclass(frozen=True, eq=False, repr=False)  # of tensors: == of their fields would be ambiguous
+class OpenPages(_OfTensors):
+    """Pages as the queries of the keys that an append brought see them, where the cache has another form.
+
+    `append_kvcache` returns it, and `attention_kvcache` takes it. It serves until the next append.
+
+    Attributes:
+        k8: the pages that the new keys of each sequence touch, and what follows: as the cache's own.
+        v8: likewise.
+        k_descale: likewise.
+        v_descale: likewise.
+        keys: how many were appended to each sequence.
+        drafts: how many of them, the last ones, may still be rejected.
+
+    Example:
+        cache = ha.paged_kv_cache(num_pages=2, H_kv=2, D=64)
+        block_table = torch.tensor([[1]], dtype=torch.int32)
+        start = torch.zeros(1, dtype=torch.int32)
+        k, v = torch.randn(2, 1, 2, 128, 64, dtype=torch.bfloat16)  # a page, which is closed
+        open_pages = ha.append_kvcache(cache, k, v, block_table, start)
+        q = torch.randn(1, 2, 128, 64, dtype=torch.bfloat16)
+        out = ha.attention_kvcache(q, cache, block_table, start + 128, open_pages=open_pages)
+    """
+
+    k8: torch.Tensor
+    v8: torch.Tensor
+    k_descale: torch.Tensor
+    v_descale: torch.Tensor
+    keys: int
+    drafts: int
 
 
 @dataclass(frozen=True, eq=False, repr=False)  # of tensors: == of their fields would be ambiguous

@@ -21,7 +21,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "KV cache": ("paged_kv_cache", "cache_constants", "append_kvcache", "attention_kvcache"),
     "Recipes and types": (
         *("Recipe", "FAST", "BALANCED", "ACCURATE", "HYBRID", "BF16", "Rope", "RMSNorm", "BlockMask"),
-        *("QuantizedQKV", "PagedKVCache"),
+        *("QuantizedQKV", "PagedKVCache", "OpenPages"),
     ),
     "Under others' names": (
         *("scaled_dot_product_attention", "sdpa", "register_flash_attention", "register_transformers"),
@@ -35,7 +35,12 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 
 #: Modules of public functions, by title.
-MODULES: dict[str, ModuleType] = {"Masks": ha.masks, "Pages of a cache": ha.pages, "Reference": ha.reference}
+MODULES: dict[str, ModuleType] = {
+    "Masks": ha.masks,
+    "A cache of an engine": ha.kv_cache,
+    "Pages of a cache": ha.pages,
+    "Reference": ha.reference,
+}
 
 INTRODUCTION = """# Public functions and types
 

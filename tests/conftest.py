@@ -64,7 +64,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if "gpu" in item.keywords and not ON_SM_90:
+        if item.get_closest_marker("gpu") and not ON_SM_90:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA sm_90 device"))
     if config.getoption(QUICK):
         left_out = dearest(items)

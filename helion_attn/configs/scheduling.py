@@ -145,6 +145,17 @@ def decode_rows(queries: int) -> int:
     return min(MAX_ROWS, max(MIN_ROWS, 1 << (queries - 1).bit_length()))
 
 
+def decode_queries(group: int, drafts: int) -> int:
+    """Queries of a sequence of a packed batch that `fp8_attn_decode` takes: as many as fill the tiles of a new token's.
+
+    That is with its drafts, and with the `group` of heads that share a KV head; none where these are a prompt's rows.
+    """
+    rows = group * (1 + drafts)
+    if rows >= MIN_PREFILL_ROWS:
+        return 0
+    return -(-rows // decode_rows(rows)) * decode_rows(rows) // group
+
+
 def page_splits(sequences: int, programs: int, max_pages: int, multiprocessors: int, ctas_per_sm: int) -> int:
     """How many splits to make of sequences of up to `max_pages` pages, when `programs` would read them whole.
 

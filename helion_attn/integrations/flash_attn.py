@@ -460,11 +460,12 @@ def flash_attn_with_kvcache(
     if (k is None) != (v is None):
         missing, other = ("k", "v") if k is None else ("v", "k")
         raise ValueError(f"{missing} is None and {other} is not; new keys and values come together")
+    open_pages = None
     if k is not None and v is not None:
-        check_kvcache_append(cache, k, v, page_table, cache_seqlens, "bshd", None, KVCACHE_NAMES)
-        append_kvcache(cache, k, v, page_table, cache_seqlens, layout="bshd")
+        check_kvcache_append(cache, k, v, page_table, cache_seqlens, "bshd", None, names=KVCACHE_NAMES)
+        open_pages = append_kvcache(cache, k, v, page_table, cache_seqlens, layout="bshd")
         cache_seqlens = cache_seqlens + k.size(1)
     return attention_kvcache(
-        q, cache, page_table, cache_seqlens, layout="bshd", num_splits=splits, return_lse=return_softmax_lse,
-        **scores.kwargs(),
+        q, cache, page_table, cache_seqlens, layout="bshd", open_pages=open_pages, num_splits=splits,
+        return_lse=return_softmax_lse, **scores.kwargs(),
     )  # fmt: skip

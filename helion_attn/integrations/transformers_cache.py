@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 
 from helion_attn.kv_cache import append_kvcache, attention_kvcache, cache_constants, paged_kv_cache
 from helion_attn.options import ScoreKwargs
-from helion_attn.types import PagedKVCache, Recipe
+from helion_attn.types import OpenPages, PagedKVCache, Recipe
 
 #: With fewer first tokens of a sequence than these, the cache has no constants.
 TOKENS_OF_CONSTANTS = 32
@@ -76,6 +76,8 @@ class PagedLayer(CacheLayerMixin):
         #: Padding at the start of each sequence.
         self.padding: torch.Tensor | None = None
         self.starts: list[int] = []
+        #: Of the last append, whose queries attend next.
+        self._open_pages: OpenPages | None = None
         # What several calls take, and four launches make: the table, and lengths with the tokens that they are of.
         self._table: torch.Tensor | None = None
         self._lengths: tuple[int, torch.Tensor] | None = None
@@ -133,7 +135,7 @@ class PagedLayer(CacheLayerMixin):
         try:
             if (needed := -(-(self.tokens + L) // self.cache.page_size)) > self.pages:
                 self.grow(max(needed, int(GROWTH * self.pages)))
-            append_kvcache(self.cache, k, v, self.block_table(), self.lengths())
+            self._open_pages = append_kvcache(self.cache, k, v, self.block_table(), self.lengths())
         except Exception:
             if self.tokens == 0:
                 self.reset()
@@ -186,6 +188,7 @@ class PagedLayer(CacheLayerMixin):
             return x.view(pages, batch, *x.shape[1:]).index_select(1, indices).flatten(0, 1)
 
         self._replace(selected)
+        self._open_pages = None
         self.padding = self.padding.index_select(0, indices)
         self.starts = self.padding.tolist()
         self._lengths = None
@@ -211,7 +214,7 @@ class PagedLayer(CacheLayerMixin):
         self.select(torch.arange(self.batch, device="cpu")[indices.cpu()])
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens.
+        """Forget the last `-tokens_to_remove` tokens. A page that is full stays rounded as it is, and may go on.
 
         Raises:
             NotImplementedError: some padding would go, but not every token.
@@ -232,7 +235,7 @@ class PagedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.cache = self.padding = self._table = self._lengths = None
+        self.cache = self.padding = self._table = self._lengths = self._open_pages = None
         self.starts = []
         self.tokens = 0
 
@@ -244,7 +247,9 @@ class PagedLayer(CacheLayerMixin):
         """Attention of the last tokens' queries [B, H, M, D] to all keys: [B, M, H, D_v]."""
         assert self.cache is not None
         table, lengths = self.block_table(), self.lengths()
-        return attention_kvcache(q.transpose(1, 2), self.cache, table, lengths, layout="bshd", **options)
+        return attention_kvcache(
+            q.transpose(1, 2), self.cache, table, lengths, layout="bshd", open_pages=self._open_pages, **options
+        )
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

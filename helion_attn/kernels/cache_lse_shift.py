@@ -17,7 +17,7 @@ import torch
 from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.runners import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import fma
-from helion_attn.kernels.lib.strided import StridedRows
+from helion_attn.kernels.lib.strided import common_unit, strided_rows
 from helion_attn.problem import DecodeArgs
 
 #: Rows of a program.
@@ -33,6 +33,7 @@ class LseShiftSpec(NamedTuple):
         unit: what Q's other steps are multiples of.
         d_pad: channels of a mean.
         has_right: keys have a right edge.
+        packed: queries are a packed batch, and rows that see no key have theirs.
         is_cuda: the kernel is compiled; otherwise interpreted.
     """
 
@@ -41,6 +42,7 @@ class LseShiftSpec(NamedTuple):
     unit: int
     d_pad: int
     has_right: bool
+    packed: bool
     is_cuda: bool
 
 
@@ -90,10 +92,12 @@ def cache_lse_shift(
         product = fma(x, of_mean, hl.zeros([], dtype=torch.float32), spec.is_cuda)
         # [ROWS]
         shift = sums_of_pairs(product, spec.d_pad) * scale
-        last = hl.load(cache_seqlens, [b], extra_mask=in_range) - 1
-        if spec.has_right:
-            last = torch.minimum(last, last + (i + right + 1 - m_len).to(torch.int32))
-        hl.store(lse_shift, [r], torch.where(last >= 0, shift, 0.0), extra_mask=in_range)
+        if not spec.packed:
+            last = hl.load(cache_seqlens, [b], extra_mask=in_range) - 1
+            if spec.has_right:
+                last = torch.minimum(last, last + (i + right + 1 - m_len).to(torch.int32))
+            shift = torch.where(last >= 0, shift, 0.0)
+        hl.store(lse_shift, [r], shift, extra_mask=in_range)
 
 
 @functools.cache
@@ -104,22 +108,18 @@ def kernel(is_cuda: bool) -> Runner:
     return compiled(cache_lse_shift, Config(num_warps=4, indexing="pointer"))
 
 
-def launch(a: DecodeArgs, q: StridedRows, unit: int) -> torch.Tensor | None:
+def launch(a: DecodeArgs, packed: bool) -> torch.Tensor | None:
     """Compute what the cache's mean took from each row's scores: fp32 [B * H * M].
 
-    None if the cache has no mean, or nobody sees it. It is in natural log, or, with a softcap, in the unit of tanh's
-    arguments.
-
-    Args:
-        a: the operation's arguments.
-        q: its rows.
-        unit: what their steps are multiples of.
+    None if the cache has no mean, or neither a softcap, a sink nor the lse needs it. It is in natural log, or, with a
+    softcap, in the unit of tanh's arguments. `packed`: queries are a packed batch.
     """
     # [H_kv, D_pad], or [H_kv, 1, D_pad] where pages are of one head
     k_mean = a.cache.k_mean
     if k_mean is None or not a.needs_lse_shift:
         return None
-    (B, H, M, D), d_pad = a.q.shape, k_mean.size(-1)
+    (B, H, M, D), d_pad, unit = a.q.shape, k_mean.size(-1), common_unit(a.q)
+    q = strided_rows(a.q, unit)
     lse_shift = k_mean.new_empty(B * H * M)
     kernel(a.q.is_cuda).run(
         {
@@ -138,7 +138,13 @@ def launch(a: DecodeArgs, q: StridedRows, unit: int) -> torch.Tensor | None:
             "right": min(a.scores.right, M),
             "scale": a.scores.scale / (1.0 if a.scores.softcap is None else a.scores.softcap),
             "spec": LseShiftSpec(
-                d=D, d_step=q.d_step, unit=unit, d_pad=d_pad, has_right=a.scores.right >= 0, is_cuda=a.q.is_cuda
+                d=D,
+                d_step=q.d_step,
+                unit=unit,
+                d_pad=d_pad,
+                has_right=a.scores.right >= 0,
+                packed=packed,
+                is_cuda=a.q.is_cuda,
             ),
         }
     )

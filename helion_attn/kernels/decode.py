@@ -1,30 +1,28 @@
 """FP8 attention of a few queries on a paged KV cache, split over keys: out = softmax(q k^T * sm_scale) v.
 
 One program owns up to `MAX_ROWS` query rows that share a KV head (the whole query group's, times the new tokens), and
-one of `splits` runs of the pages that each of them sees; `merge_splits` puts the runs together. A page is a packed
-block of `bn` keys.
+one of the splits of the pages that each of them sees; `merge_splits` merges them. A page is a packed block of `bn`
+keys.
 
-    q8, q_descale = e4m3 of a row, amax / q_largest                              rounding point 1
-    s = q8 k8^T                                                                  of a page's keys with its base
-    t = s * q_descale_i * k_base * sm_scale * log2(e) + log2(v_base)             one FMA
+    q8, q_descale = e4m3 or int8 of a row                                        rounding point 1
+    s = q8 k8^T                                                                  fp32, or int32
+    t = s * q_descale_i * k_descale * sm_scale * log2(e) + log2(v_descale)       one FMA
     m_i = max of the page's t, less 8                                            fp32
     p = 2**(t - m_i)              e4m3 up to D 128: bits from the score (`lib.schraudolph`); else exp2, cast: point 2
-    l_i += sum(p) / v_base        fp32, of rounded p with bits, else of p as it was
+    l_i += sum(p) / v_descale     fp32, of rounded p with bits, else of p as it was
     acc = acc * alpha + (p v8)    two levels as in `fp8_attn_fwd`
     out = acc / l_i                                                              fp32, cast once: rounding point 3
 
-Up to D 128 scores of e4m3 keys without a softcap are fp16, and so is their line to P: q_largest, 7.5 at D 128, keeps
-them below 65504 beside keys of up to 64 times their page's base. Elsewhere they are fp32, and q_largest 448. A row
-whose largest score turns out to lie too far from 0 for fp16 has all again, in fp32, in the second loop.
+A closed page has one k_descale and one v_descale. V's rides on the exponent: m_i is the largest weight of the row in
+its page, probability times magnitude of the value (`lib/block_max.py`). V's descales are powers of two, so that their
+logarithm and their inverse are integer steps on the bits, and `l_i` is as exact as without them.
 
-V's base, one a page, rides on the exponent: m_i is the largest weight of the row in its page, probability times
-magnitude of the value (`lib/block_max.py`). V's bases are powers of two, so that their logarithm and their inverse are
-integer steps on the bits, and `l_i` is as exact as without them.
-
-Keys with descales of their own, which escape their page's base, are hidden in that loop. If there are any, a second one
-walks the pages again and takes only them, each score times a k_descale_j of its own, and log2(v_descale_j) added: P is
-a key's whole weight. Folded into P after the softmax instead, a key that has little probability and a large V would
-push the others below e4m3's range. Sums are of p as it was. A row that sees none of them keeps its bits.
+The keys of an open page, a sequence's last, have descales of their own, in t and in l_i; there P that is 0 in e4m3
+counts in l_i as what it was, or a key of little probability and a large V would take the others' share. New keys'
+queries may see a page in another form than the cache has it in. Such pages come from `OpenPages`:
+`lib.paged.in_open_pages` says which. A first loop has the pages that are closed, and a second one those that may be
+open, as the cache has them and then as `OpenPages` does. A page of which a row sees nothing leaves its sums as they
+are, so that a row's bits do not depend on what shares its tile.
 
 Products are taken transposed, with keys or V's channels as the M of a WGMMA, of which 64 is the least, and query rows
 as its N, of which 16 is enough. So a tile of 16 rows costs a thread 16 scores a page, and what belongs to a key, its
@@ -34,13 +32,10 @@ Above head dim 256 K, Q and V come in pieces of 256 channels, and a page has hal
 memory. All of V's channels stay in one program, since reading K twice would cost more than registers.
 
 Keys may be less a mean of the cache's. Then all scores of a row lack its product with that. A softmax loses nothing by
-it. A softcap gets it back before its tanh, a sink loses it too, and the lse gets it at the end, or where runs are
+it. A softcap gets it back before its tanh, a sink loses it too, and the lse gets it at the end, or where splits are
 merged.
 
-Int8 keys have scores in int32 and a descale each, which a score is multiplied by; q_largest is 127. Of their descales
-V's alone escape a page's base.
-
-A window moves the first page that is read and masks at its edges, and a sink joins the sum of the first run.
+A window moves the first page that is read and masks at its edges, and a sink joins the sum of the first split.
 
 What a page holds past the end of a sequence enters no result. Scores are masked. V is multiplied by p = 0 there, and
 `append` has cleared it.
@@ -57,41 +52,45 @@ from helion_attn.compiler.helion_adapter import MAX_REGISTERS, Config, helion, h
 from helion_attn.compiler.runners import Runner, compiled, interpreted
 from helion_attn.configs import MAX_PIECE
 from helion_attn.configs.scheduling import MIN_ROWS
-from helion_attn.kernels.lib.inline_asm import e4m3_of_bits, e4m3_of_half_lines, exp2, fma, in_new_registers
-from helion_attn.kernels.lib.keys import known_keys, page_of
+from helion_attn.kernels.lib.inline_asm import e4m3_of_bits, exp2, fma, in_new_registers
+from helion_attn.kernels.lib.keys import known_keys, page_at_hand, page_of, page_of_entry, queries_of_sequence
 from helion_attn.kernels.lib.masks import visible_keys
 from helion_attn.kernels.lib.paged import (
-    base_scores,
-    bases_are_wide,
-    bases_of_page,
-    class_of_slot,
-    descales_of_keys,
-    has_all_again,
-    in_run_of_query,
-    keys_of_class,
+    FP32_BYTES,
+    PagedGrid,
+    closed_pages,
+    descales_by_form,
+    descales_of_page,
+    in_open_pages,
+    in_split_of_query,
+    k_of_page,
     launch_paged,
     line_of_page,
-    run_of_query,
+    log2_of_power,
+    may_be_wide,
+    open_sums,
+    own_page_of,
+    page_scores,
+    products,
+    range_of_open_pages,
+    scores_by_form,
+    split_of_query,
     sums_of_page,
-    times_descales,
     total_of_lanes,
+    v_of_page,
     wide_line,
 )
 from helion_attn.kernels.lib.row_layout import rows_to_dtype
-from helion_attn.kernels.lib.scalars import int32, inverse_of_power
-from helion_attn.kernels.lib.specs import PagedSpec
+from helion_attn.kernels.lib.scalars import imin, int32, inverse_of_power, quotient
 from helion_attn.kernels.lib.steps import (
     accumulate,
     add_sink,
-    dot_fp16_acc,
     interleave_keys,
-    scores,
-    scores_of_pieces,
     to_descale,
 )
 from helion_attn.numerics import LN2, LOG2E, NO_KEY
 from helion_attn.options import ScoreScales
-from helion_attn.problem import DecodeArgs
+from helion_attn.problem import DecodeArgs, PackedBatch
 from helion_attn.types import PagedKVCache
 
 
@@ -137,38 +136,36 @@ def in_order_of_v(p8: torch.Tensor, bn: int, rows: int) -> torch.Tensor:
     return interleave_keys(p8.transpose(0, 1), rows, bn).transpose(0, 1)
 
 
-def p_of_half_line(
-    s: torch.Tensor,  # [bn, rows], fp16
-    scale: torch.Tensor,  # [rows]
-    offset: torch.Tensor,  # [rows]
-    bn: int,
-    spec: PagedSpec,
-) -> torch.Tensor:
-    """`schraudolph.p_of_line` of scores whose keys come first, [bn, rows]: the same bits."""
-    scale, offset = (x.unsqueeze(0).expand(bn, spec.rows) for x in (scale, offset))
-    if spec.is_cuda:
-        return e4m3_of_half_lines(s, scale, offset)
-    return e4m3_of_bits(s * scale + offset, spec.is_cuda)
-
-
 def fp8_attn_decode(
     q: torch.Tensor,  # flat
     k8: torch.Tensor,  # [num_pages, H_kv, bn, D_pad], with `d_in_halves` [num_pages, H_kv, 2, bn, D_pad / 2]
-    v8: torch.Tensor,  # [num_pages, H_kv, D_v_pad, bn], with `in_halves` [num_pages, H_kv * 2, D_v_pad / 2, bn]
-    k_descale: torch.Tensor,  # [num_pages * H_kv * bn]
-    v_descale: torch.Tensor,  # [num_pages * H_kv * bn]
+    v8: torch.Tensor,  # [num_pages, H_kv, D_v_pad, bn], with `in_halves` [num_pages, H_kv, 2, D_v_pad / 2, bn]
+    k_descale: torch.Tensor,  # flat
+    v_descale: torch.Tensor,  # flat
+    open_k8: torch.Tensor,  # as k8, of `open_width` pages a sequence, if has_open_pages
+    open_v8: torch.Tensor,  # likewise
+    open_k_descale: torch.Tensor,  # [B * open_width * H_kv * bn]
+    open_v_descale: torch.Tensor,  # [B * open_width * H_kv * bn]
     block_table: torch.Tensor,  # [B * max_pages]
     cache_seqlens: torch.Tensor,  # [B]
+    cu_seqlens: torch.Tensor,  # [B + 1] if batch
     sinks: torch.Tensor,  # [H] if has_sinks
-    lse_shift: torch.Tensor,  # [B * H * M] if shift_lse
+    lse_shift: torch.Tensor,  # [B * H * M] if has_lse_shift
     channel_factors: torch.Tensor,  # [factor_rows * D_pad] if equalise
     out: torch.Tensor,  # [splits * B * H * M, D_v], written
     lse: torch.Tensor,  # [splits * B * H * M], written
+    page_step: int,  # from a page's descales to the next's, in bytes
+    head_step: int,  # of heads
+    open_width: int,
+    new_keys: int,
+    drafts: int,
     splits: int,
     m_tiles: int,
     max_pages: int,
     group: int,
     m_len: int,
+    most_queries: int,
+    split_rows: int,
     q_b_step: int,
     q_h_step: int,
     q_s_step: int,
@@ -188,30 +185,40 @@ def fp8_attn_decode(
     torch._check(k8.size(2) <= 2**24)
     torch._check(v8.size(0) <= 2**24)
     torch._check(v8.size(1) <= 2**24)
+    torch._check(v8.size(2) <= 2**24)
+    torch._check(open_k8.size(0) <= 2**24)
+    torch._check(open_v8.size(0) <= 2**24)
     num_pages, kv_heads, B = k8.size(0), k8.size(1), cache_seqlens.size(0)
     bn = hl.specialize(k8.size(-2))
     d_tile = hl.specialize(k8.size(-1))
-    d_v_tile = hl.specialize(v8.size(2))
+    d_v_tile = hl.specialize(v8.size(-2))
     d_out = hl.specialize(out.size(1))
     # Known strides keep loads and stores 16 bytes wide.
     hl.specialize((q.stride(0), out.stride(0), out.stride(1), k_descale.stride(0), v_descale.stride(0)))
     hl.specialize((block_table.stride(0), cache_seqlens.stride(0), sinks.stride(0), lse_shift.stride(0)))
+    hl.specialize(cu_seqlens.stride(0))
     hl.specialize(channel_factors.stride(0))
-    total_rows = B * kv_heads * group * m_len
 
     for tile_index, split in hl.grid([B * kv_heads * m_tiles, splits]):
         bh = tile_index // m_tiles
         b = bh // kv_heads
         h = bh % kv_heads
-        # [rows], of the group's heads times M; row r is query r % M of the group's head r // M
+        n_len, known_length = known_keys(cache_seqlens, b, max_pages, bn)
+        first_query, queries = int32(0), int32(m_len)
+        if spec.batch:
+            first_query, queries = queries_of_sequence(cu_seqlens, cache_seqlens, b)
+            # Of others `fp8_attn_prefill` takes care.
+            queries = torch.where(queries > int32(most_queries), 0, queries)
+            n_len = torch.where(queries > 0, n_len, 0)
+        # [rows], of the queries times the group's heads; row r is query r // group of the group's head r % group
         # In 32 bits, like keys, where a large pool makes Helion's indices 64: they are kept through both loops.
         r = ((tile_index % m_tiles) * spec.rows + hl.arange(spec.rows)).to(torch.int32)
-        in_range = r < group * m_len
-        head = h * group + r // m_len
-        i = r % m_len
+        in_range = r < int32(group) * queries
+        i = quotient(r, int32(group))
+        head = h * group + r - i * int32(group)
         # [rows, D_pad]
         cols = hl.arange(d_tile)
-        row_offset = (b * q_b_step + head * q_h_step + i * q_s_step) * spec.unit
+        row_offset = (b * q_b_step + head * q_h_step + (first_query + i).to(torch.int64) * q_s_step) * spec.unit
         keep = in_range.unsqueeze(1) & (cols < spec.d).unsqueeze(0)
         x = hl.load(q, [row_offset.unsqueeze(1) + cols.unsqueeze(0) * spec.d_step], extra_mask=keep).to(torch.float32)
         if spec.equalise:
@@ -230,23 +237,36 @@ def fp8_attn_decode(
         q_descale = to_descale(largest_q, spec.q_largest)
         # [D_pad, rows], or each half of it
         q_tile = rows_to_dtype(x, 1.0 / q_descale, k8.dtype, spec.is_cuda).transpose(0, 1)
+        q_high = q_tile
         if spec.d_in_halves:
             q_high = rows_to_dtype(x_high, 1.0 / q_descale, k8.dtype, spec.is_cuda).transpose(0, 1)
         q_scale_log2 = q_descale * scales.qk_scale
 
-        n_len, known_length = known_keys(cache_seqlens, b, max_pages, bn)
         # Row i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment.
-        diagonal = n_len - int32(m_len)
-        # The runs of all queries begin and end with the first and the last one's.
-        n_begin, n_whole = run_of_query(diagonal, n_len, left, right, split, splits, spec)
-        n_left, n_end = run_of_query(n_len - 1, n_len, left, right, split, splits, spec)
-        # Pages n_left .. n_whole are seen whole by all rows, in their runs.
+        diagonal = n_len - queries
+        # The splits of all queries begin and end with the first and the last one's.
+        n_begin, n_whole = split_of_query(diagonal, n_len, left, right, split, splits, spec)
+        n_left, n_end = split_of_query(n_len - 1, n_len, left, right, split, splits, spec)
+        # Pages n_left .. n_whole are seen whole by all rows, in their splits.
         keys_of_first = n_len
         if spec.has_right:
             keys_of_first = torch.clamp_min(torch.minimum(n_len, diagonal + int32(right) + 1), 0)
         n_whole = torch.minimum(n_whole, keys_of_first >> spec.bn_log2)
         if spec.has_left:
             n_left = torch.maximum(n_left, (torch.clamp_min(n_len - 1 - int32(left), 0) + bn - 1) >> spec.bn_log2)
+
+        if spec.has_open_pages:
+            new = queries if spec.batch else int32(new_keys)
+            first_slot_page = int32(b * open_width)
+            if spec.batch:
+                first_slot_page = first_slot_page + (first_query >> spec.bn_log2)
+            # [rows]
+            own_page = own_page_of(diagonal + i, n_len, right, spec)
+            first_open_page, open_begin, open_end = range_of_open_pages(
+                own_page_of(diagonal, n_len, right, spec), n_begin, n_end, n_len, new, drafts, spec
+            )
+            # Rows see pages from there on here or there.
+            n_whole = torch.minimum(n_whole, first_open_page)
 
         m_i = hl.full([spec.rows], NO_KEY, dtype=torch.float32)
         m_run = m_i
@@ -259,69 +279,55 @@ def fp8_attn_decode(
         # A row that is NaN or infinite must not change its neighbours.
         known_scale_log2 = torch.where(q_scale_log2 < float("inf"), q_scale_log2, 0.0)
         largest_q_scale_log2 = torch.amax(known_scale_log2, 0)
-        escapes = int32(0)
-        # [rows]
+        # [rows], of `lse_shift`, and of `lse` unless a split of a packed batch has as many rows for all sequences
+        shift_rows = head * m_len + first_query + i
+        if not spec.batch:
+            shift_rows = shift_rows + b * kv_heads * group * m_len
         shift = q_scale_log2
         if spec.shifts_scores:
-            shift = hl.load(lse_shift, [bh * group * m_len + r], extra_mask=in_range)
+            shift = hl.load(lse_shift, [shift_rows], extra_mask=in_range)
 
-        for j in hl.grid(n_begin, n_end):
-            page, known_page = page_of(block_table, b * max_pages + j, num_pages)
-            # [bn, D_pad] and [D_v_pad, bn], or halves. Nothing stands between the loads, so they have one barrier.
-            if spec.d_in_halves:
-                k_tile = k8[page, h, 0, :, :]
-                k_high = k8[page, h, 1, :, :]
-            else:
-                k_tile = k8[page, h, :, :]
+        # Pages from there on may be open.
+        n_closed = torch.minimum(torch.maximum(closed_pages(n_len, drafts, spec), int32(n_begin)), int32(n_end))
+        first_entry = int32(b * max_pages)
+        entry = hl.load(block_table, [first_entry + imin(n_begin, int32(max_pages - 1))])
+        for j in hl.grid(n_begin, n_closed):
+            page, known_page = page_of_entry(entry, num_pages)
+            page_again, known_page = page_at_hand(entry, num_pages)
+            # Loaded in the iteration that uses it, it would be waited for.
+            entry = hl.load(block_table, [first_entry + imin(n_end - 1, int32(j + 1))])
+            # Nothing stands between the loads, so they have one barrier.
+            k_pieces, v_tile = k_of_page(k8, page, h, spec), v_of_page(v8, page, h, 0, 0, spec)
             if spec.in_halves:
-                v_tile = v8[page, h * 2, :, :]
-                v_high = v8[page, h * 2 + 1, :, :]
-            else:
-                v_tile = v8[page, h, :, :]
+                v_high = v_of_page(v8, page, h, 0, 1, spec)
             # [bn, rows]
-            if spec.half_scores:
-                s = dot_fp16_acc(k_tile, q_tile, spec.is_cuda)
-            elif spec.d_in_halves:
-                s = scores_of_pieces([k_tile, k_high], [q_tile, q_high], spec.is_cuda)
-            else:
-                s = scores(k_tile, q_tile, bn, spec.rows, False, spec.is_cuda)
-            first_slot = (page * int32(kv_heads) + int32(h)) * bn
-            k_base, v_base, escaped = bases_of_page(k_descale, v_descale, first_slot, bn, spec.int8_keys, spec.is_cuda)
-            escapes = torch.maximum(escapes, escaped)
+            s = products(k_pieces, [q_tile, q_high], bn, spec.rows, spec)
+            page_k, page_v = descales_of_page(k_descale, v_descale, page_again, page_step, h, head_step, spec.is_cuda)
+            v_log2 = log2_of_power(page_v)
             row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
-            if spec.int8_keys:
-                s = times_descales(s, descales_of_keys(k_descale, first_slot, bn, 0, spec.is_cuda), 0, spec)
-            s, scale_log2 = base_scores(s, row_scale_log2, k_base, shift, scales, 0, spec)
+            s, scale_log2 = page_scores(s - spec.s_bias, row_scale_log2 * page_k, shift, scales, 0, spec)
             edge = torch.maximum(n_left - int32(j), int32(j + 1) - n_whole)
             if edge > 0:
                 key = (j * bn + hl.arange(bn)).to(torch.int32)
                 visible = visible_keys(key, diagonal + i, n_len, left, right, spec)
-                visible = in_run_of_query(visible, j, diagonal + i, n_len, left, right, split, splits, spec)
+                visible = in_split_of_query(visible, j, diagonal + i, n_len, left, right, split, splits, spec)
+                if spec.has_open_pages:
+                    there = in_open_pages(j, own_page, n_len, new, drafts, spec)
+                    visible = visible & (there.to(torch.int32) == 0).unsqueeze(1)
                 s = torch.where(visible.transpose(0, 1), s, float("-inf"))
-            if escaped > 0:
-                is_first, k_own, v_own, w0, w1, w2, w3 = class_of_slot(
-                    k_descale, v_descale, first_slot, int32(0), bn, spec.int8_keys, spec.is_cuda
-                )
-                of_base = keys_of_class(w0, w1, w2, w3, bn, spec.is_cuda)
-                s = torch.where(of_base.unsqueeze(1) != 0, s, float("-inf"))
             m_before = m_i
-            m_run, m_i, scale, offset, largest, top = line_of_page(s, scale_log2, v_base, m_run, m_i, 0, spec)
-            if not spec.half_scores:
-                if spec.may_be_wide:
-                    wide = bases_are_wide(largest_q_scale_log2, k_base, scales, spec)
-                    if wide > 0:
-                        s, scale, offset = wide_line(s, scale_log2, v_base, m_i, scale, offset, largest, top, 0, spec)
-                # [bn, rows]
-                line = fma(s, scale.unsqueeze(0), offset.unsqueeze(0), spec.is_cuda)
+            m_run, m_i, scale, offset, largest, top = line_of_page(s, scale_log2, v_log2, m_run, m_i, 0, spec)
+            if spec.may_be_wide:
+                wide = may_be_wide(largest_q_scale_log2, page_k, scales, spec)
+                if wide > 0:
+                    s, scale, offset = wide_line(s, scale_log2, v_log2, m_i, scale, offset, largest, top, 0, spec)
+            # [bn, rows]
+            line = fma(s, scale.unsqueeze(0), offset.unsqueeze(0), spec.is_cuda)
             # [1, rows]
             alpha = exp2(m_before - m_i, spec.is_cuda).unsqueeze(0)
-            v_inverse = inverse_of_power(v_base)
+            v_inverse = inverse_of_power(page_v)
             if spec.p_bits:
-                if spec.half_scores:
-                    p8 = p_of_half_line(s, scale, offset, bn, spec)
-                else:
-                    p8 = e4m3_of_bits(line, spec.is_cuda)
-                p8 = in_order_of_v(p8, bn, spec.rows)
+                p8 = in_order_of_v(e4m3_of_bits(line, spec.is_cuda), bn, spec.rows)
                 # As in `fp8_attn_prefill`, where V has such rows: P's rounded numbers, added in the order of products.
                 ones = hl.full([spec.sum_rows, bn], 0x38, dtype=torch.uint8).view(torch.float8_e4m3fn)
                 l_i = fma(l_i, alpha, hl.dot(ones, p8) * v_inverse, spec.is_cuda)
@@ -333,100 +339,77 @@ def fp8_attn_decode(
             if spec.in_halves:
                 acc_high = accumulate(acc_high, alpha, v_high, p8, spec)
 
-        if spec.half_scores:
-            # [rows]: rows that have the keys of their pages' bases again, as slot 0's class.
-            all_again = has_all_again(m_run)
-            some_again = torch.amax(all_again.to(torch.int32), 0)
-            escapes = torch.maximum(escapes, some_again)
-        if escapes > 0:
-            # Keys with descales of their own, of the same pages, those with the same descales at once.
-            class_spec = spec.of_fp32_scores
-            if spec.half_scores:
-                m_i = torch.where(all_again, NO_KEY, m_i)
-                m_run = torch.where(all_again, NO_KEY, m_run)
-                l_i = torch.where(all_again.unsqueeze(0), 0.0, l_i)
-                acc = torch.where(all_again.unsqueeze(0), 0.0, acc)
-            for again in hl.grid(n_begin, n_end):
-                page, known_page = page_of(block_table, b * max_pages + again, num_pages)
-                first_slot = (page * int32(kv_heads) + int32(h)) * bn
-                k_base, v_base, escaped = bases_of_page(
-                    k_descale, v_descale, first_slot, bn, spec.int8_keys, spec.is_cuda
+        # Or the copies of loops of both kinds would be in the same registers.
+        acc = in_new_registers(acc, spec.is_cuda)
+        if spec.in_halves:
+            acc_high = in_new_registers(acc_high, spec.is_cuda)
+        # The pages that remain, as the cache has them, then as `OpenPages` does.
+        n_last, n_last_open, slot = int32(n_end) - n_closed, int32(n_end) - n_closed, int32(0)
+        if spec.has_open_pages:
+            n_last_open = n_last + torch.clamp_min(open_end - open_begin, 0)
+        for t in hl.grid(0, n_last_open):
+            jt = n_closed + int32(t)
+            elsewhere = int32(0)
+            if spec.has_open_pages:
+                elsewhere = (int32(t) >= n_last).to(torch.int32)
+                jt = torch.where(elsewhere > 0, open_begin + int32(t) - n_last, jt)
+                slot = torch.where(elsewhere > 0, first_slot_page + jt - first_open_page, 0)
+            page, known_page = page_of(block_table, first_entry + jt, num_pages)
+            # [bn, rows]. A branch has products of its own, so that these read what TMA wrote: of a tile that is chosen
+            # among two, Triton 3.6 writes a copy, and leaves out the fence before the product.
+            if elsewhere > 0:
+                s = products(k_of_page(open_k8, slot, h, spec), [q_tile, q_high], bn, spec.rows, spec)
+            else:
+                s = products(k_of_page(k8, page, h, spec), [q_tile, q_high], bn, spec.rows, spec)
+            if elsewhere > 0:
+                own_k, own_v, page_k, page_v, is_open = descales_by_form(
+                    open_k_descale, open_v_descale, (slot * int32(kv_heads) + int32(h)) * bn, bn
                 )
-                row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
-                first_slot_of_class, slots = escaped, escaped * bn
-                if spec.half_scores:
-                    first_slot_of_class, slots = 1 - some_again, torch.maximum(escaped * bn, some_again)
-                for slot in hl.grid(first_slot_of_class, slots):
-                    is_first, k_own, v_own, w0, w1, w2, w3 = class_of_slot(
-                        k_descale, v_descale, first_slot, int32(slot), bn, spec.int8_keys, spec.is_cuda
-                    )
-                    if is_first > 0:
-                        # [bn, rows]
-                        if spec.d_in_halves:
-                            class_s = scores_of_pieces(
-                                [k8[page, h, 0, :, :], k8[page, h, 1, :, :]], [q_tile, q_high], spec.is_cuda
-                            )
-                        else:
-                            class_s = scores(k8[page, h, :, :], q_tile, bn, spec.rows, False, spec.is_cuda)
-                        if spec.int8_keys:
-                            class_k = descales_of_keys(k_descale, first_slot, bn, 0, spec.is_cuda)
-                            class_s = times_descales(class_s, class_k, 0, spec)
-                        class_s, class_scale_log2 = base_scores(
-                            class_s, row_scale_log2, k_own, shift, scales, 0, class_spec
-                        )
-                        class_key = (again * bn + hl.arange(bn)).to(torch.int32)
-                        class_visible = visible_keys(class_key, diagonal + i, n_len, left, right, spec)
-                        class_visible = in_run_of_query(
-                            class_visible, again, diagonal + i, n_len, left, right, split, splits, spec
-                        )
-                        class_visible = class_visible & (
-                            keys_of_class(w0, w1, w2, w3, bn, spec.is_cuda).unsqueeze(0) != 0
-                        )
-                        class_s = torch.where(class_visible.transpose(0, 1), class_s, float("-inf"))
-                        if spec.half_scores:
-                            class_s = torch.where((all_again | (int32(slot) > 0)).unsqueeze(0), class_s, float("-inf"))
-                        class_before = m_i
-                        m_run, m_i, class_scale, class_offset, class_largest, class_top = line_of_page(
-                            class_s, class_scale_log2, v_own, m_run, m_i, 0, class_spec
-                        )
-                        class_s, class_scale, class_offset = wide_line(
-                            class_s,
-                            class_scale_log2,
-                            v_own,
-                            m_i,
-                            class_scale,
-                            class_offset,
-                            class_largest,
-                            class_top,
-                            0,
-                            class_spec,
-                        )
-                        class_line = fma(class_s, class_scale.unsqueeze(0), class_offset.unsqueeze(0), spec.is_cuda)
-                        # [1, rows]
-                        class_alpha = exp2(class_before - m_i, spec.is_cuda).unsqueeze(0)
-                        class_inverse = inverse_of_power(v_own)
-                        if spec.p_bits:
-                            class_p8 = e4m3_of_bits(class_line, spec.is_cuda)
-                            # Sums of 128 such numbers are exact.
-                            class_sums = class_p8.to(torch.float32).sum(0) * class_inverse
-                            l_i = fma(l_i, class_alpha, class_sums.unsqueeze(0), spec.is_cuda)
-                        else:
-                            class_p = exp2(class_line, spec.is_cuda)
-                            l_i = fma(
-                                l_i,
-                                class_alpha.unsqueeze(0),
-                                sums_of_page(class_p, bn, spec.rows) * class_inverse,
-                                spec.is_cuda,
-                            )
-                            class_p8 = class_p.to(torch.float8_e4m3fn)
-                        if spec.in_halves:
-                            class_p8 = in_order_of_v(class_p8, bn, spec.rows)
-                            acc = accumulate(acc, class_alpha, v8[page, h * 2, :, :], class_p8, spec)
-                            acc_high = accumulate(acc_high, class_alpha, v8[page, h * 2 + 1, :, :], class_p8, spec)
-                        else:
-                            acc = accumulate(
-                                acc, class_alpha, v8[page, h, :, :], in_order_of_v(class_p8, bn, spec.rows), spec
-                            )
+            else:
+                own_k, own_v, page_k, page_v, is_open = descales_by_form(
+                    k_descale, v_descale, (page.to(torch.int64) * page_step + h * head_step) // FP32_BYTES, bn
+                )
+            row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
+            s, scale_log2, v_log2 = scores_by_form(
+                s - spec.s_bias, row_scale_log2, own_k, own_v, page_k, page_v, is_open, shift, scales, 0, spec
+            )
+            key = jt * bn + hl.arange(bn, dtype=torch.int32)
+            visible = visible_keys(key, diagonal + i, n_len, left, right, spec)
+            visible = in_split_of_query(visible, jt, diagonal + i, n_len, left, right, split, splits, spec)
+            if spec.has_open_pages:
+                there = in_open_pages(jt, own_page, n_len, new, drafts, spec)
+                visible = visible & (there.to(torch.int32) == elsewhere).unsqueeze(1)
+            s = torch.where(visible.transpose(0, 1), s, float("-inf"))
+            m_before = m_i
+            m_run, m_i, scale, offset, largest, top = line_of_page(s, scale_log2, v_log2, m_run, m_i, 0, spec)
+            if spec.may_be_wide:
+                s, scale, offset = wide_line(s, scale_log2, v_log2, m_i, scale, offset, largest, top, 0, spec)
+            # [bn, rows]
+            line = fma(s, scale.unsqueeze(0), offset.unsqueeze(0), spec.is_cuda)
+            # [1, rows]
+            alpha = exp2(m_before - m_i, spec.is_cuda).unsqueeze(0)
+            if spec.p_bits:
+                p8 = in_order_of_v(e4m3_of_bits(line, spec.is_cuda), bn, spec.rows)
+                ones = hl.full([spec.sum_rows, bn], 0x38, dtype=torch.uint8).view(torch.float8_e4m3fn)
+                of_closed = hl.dot(ones, p8) * inverse_of_power(page_v)
+                of_open = total_of_lanes(open_sums(line, own_v, bn, spec.rows), spec.rows)
+                of_open = of_open.unsqueeze(0).expand(spec.sum_rows, spec.rows)
+                l_i = fma(l_i, alpha, torch.where(is_open > 0, of_open, of_closed), spec.is_cuda)
+            else:
+                p = exp2(line, spec.is_cuda)
+                of_keys = inverse_of_power(torch.where(is_open > 0, own_v, page_v))
+                sums = sums_of_page(p * of_keys.unsqueeze(1), bn, spec.rows)
+                l_i = fma(l_i, alpha.unsqueeze(0), sums, spec.is_cuda)
+                p8 = in_order_of_v(p.to(torch.float8_e4m3fn), bn, spec.rows)
+            # [D_v_pad, rows], or each half
+            if elsewhere > 0:
+                acc = accumulate(acc, alpha, v_of_page(open_v8, slot, h, 0, 0, spec), p8, spec)
+                if spec.in_halves:
+                    acc_high = accumulate(acc_high, alpha, v_of_page(open_v8, slot, h, 0, 1, spec), p8, spec)
+            else:
+                acc = accumulate(acc, alpha, v_of_page(v8, page, h, 0, 0, spec), p8, spec)
+                if spec.in_halves:
+                    acc_high = accumulate(acc_high, alpha, v_of_page(v8, page, h, 0, 1, spec), p8, spec)
 
         # [rows]
         # Also since Helion looks for what masks a sum, and not through branches.
@@ -438,13 +421,11 @@ def fp8_attn_decode(
         row_sum = torch.where(known_length, row_sum, float("nan"))
         normaliser = 1.0 / row_sum
         total = row_sum
-        # [rows]
-        rows_of_lse = bh * group * m_len + r
         if spec.has_sinks:
-            # [rows], in one run of them all
+            # [rows], in one of the splits
             sink = hl.load(sinks, [head], extra_mask=in_range)
             if spec.shifts_lse:
-                sink = sink - hl.load(lse_shift, [rows_of_lse], extra_mask=in_range)
+                sink = sink - hl.load(lse_shift, [shift_rows], extra_mask=in_range)
             sink_log2 = torch.where(split + 0 * r == 0, sink * LOG2E, float("-inf"))
             rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, spec)
             normaliser = rescale / total
@@ -455,7 +436,13 @@ def fp8_attn_decode(
             no_key = no_key & (total == total)  # a sink that is NaN stays one
         o = torch.where(no_key.unsqueeze(1), 0.0, o)
         out_cols = hl.arange(d_v_tile)
-        out_rows = split * total_rows + b * kv_heads * group * m_len + head * out_head_step + i * out_row_step
+        lse_rows, out_rows = shift_rows, head * out_head_step + (first_query + i) * out_row_step
+        if spec.batch and spec.is_split_kv:
+            lse_rows = (b * kv_heads * group + head) * most_queries + i
+            out_rows = lse_rows
+        if not spec.batch:
+            out_rows = out_rows + b * kv_heads * group * m_len
+        out_rows = split * split_rows + out_rows
         stored = in_range.unsqueeze(1) & (out_cols < d_out).unsqueeze(0)
         hl.store(out, [out_rows, out_cols], o.to(out.dtype), extra_mask=stored)
         if spec.in_halves:
@@ -464,9 +451,9 @@ def fp8_attn_decode(
             stored = in_range.unsqueeze(1) & (out_cols < d_out).unsqueeze(0)
             hl.store(out, [out_rows, out_cols], o.to(out.dtype), extra_mask=stored)
         lse_of_row = (m_i + torch.log2(total)) * LN2
-        if spec.shifts_lse and not spec.in_runs:
-            lse_of_row = lse_of_row + hl.load(lse_shift, [rows_of_lse], extra_mask=in_range)
-        hl.store(lse, [split * total_rows + rows_of_lse], lse_of_row, extra_mask=in_range)
+        if spec.shifts_lse and not spec.is_split_kv:
+            lse_of_row = lse_of_row + hl.load(lse_shift, [shift_rows], extra_mask=in_range)
+        hl.store(lse, [split * split_rows + lse_rows], lse_of_row, extra_mask=in_range)
 
 
 @functools.cache
@@ -477,7 +464,7 @@ def kernel(is_cuda: bool, tile: DecodeTile) -> Runner:
     config = Config(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        range_num_stages=[0, tile.num_stages],
+        range_num_stages=[0, tile.num_stages, 1],
         # Tiles that read the same pages are neighbours.
         loop_orders=[[0, 1]],
         indexing="tensor_descriptor",
@@ -487,7 +474,18 @@ def kernel(is_cuda: bool, tile: DecodeTile) -> Runner:
     return compiled(fp8_attn_decode, config)
 
 
-def launch(a: DecodeArgs, rows: int, splits: int, out: torch.Tensor, lse: torch.Tensor) -> None:
+def launch(
+    a: DecodeArgs,
+    rows: int,
+    splits: int,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    shift: torch.Tensor | None,
+    batch: PackedBatch | None = None,
+) -> None:
     """Write `out` and `lse`; `rows` are those of a program's tile, and the rest is as in `launch_paged`."""
+    H, H_kv, B = a.q.size(1), a.cache.k8.size(1), a.cache_seqlens.size(0)
     runner = kernel(a.q.is_cuda, decode_tile(a.cache, rows))
-    launch_paged(runner, a, rows, a.cache.v8.size(2) > MAX_PIECE, 1, splits, out, lse)
+    queries = a.q.size(2) if batch is None else batch.most_queries
+    grid = PagedGrid(rows, -(-H // H_kv * queries // rows), splits, B * H * queries)
+    launch_paged(runner, a, grid, a.cache.v8.size(2) > MAX_PIECE, 1, out, lse, batch, shift)

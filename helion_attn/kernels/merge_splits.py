@@ -16,8 +16,11 @@ import torch
 from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.runners import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import maximum
+from helion_attn.kernels.lib.keys import queries_of_batch, queries_of_sequence
+from helion_attn.kernels.lib.scalars import Int
 from helion_attn.kernels.lib.steps import to_out_dtype
 from helion_attn.numerics import LN2, LOG2E
+from helion_attn.problem import PackedBatch
 
 #: Splits that a program, which merges one row, reads at once, and its warps. Of few splits there may be many rows, and
 #: then as many as possible should be under way.
@@ -33,6 +36,8 @@ class MergeSpec(NamedTuple):
         d_row: the power of two that holds a row.
         has_sinks: a head has one more logit.
         has_lse_shift: rows have a `lse_shift_scaled` that all of their lse lack.
+        batch: a power of two that holds the sequences of a packed batch, or 0.
+        of_few: splits are of `most_queries` queries of each sequence, those of `fp8_attn_decode`; or of all tokens.
         is_cuda: the kernel is compiled; otherwise interpreted.
     """
 
@@ -40,6 +45,8 @@ class MergeSpec(NamedTuple):
     d_row: int
     has_sinks: bool
     has_lse_shift: bool
+    batch: int
+    of_few: bool
     is_cuda: bool
 
 
@@ -48,21 +55,46 @@ def merge_splits_kernel(
     partial_lse: torch.Tensor,  # [splits, B * H * M]
     sinks: torch.Tensor,  # [H] if has_sinks
     lse_shift_scaled: torch.Tensor,  # [B * H * M] if has_lse_shift
+    cu_seqlens: torch.Tensor,  # [B + 1] if batch
+    seqlens: torch.Tensor,  # [B] if batch
     out: torch.Tensor,  # [B * H * M, D_v], written
     lse: torch.Tensor,  # [B * H * M], written
     heads: int,
     m_len: int,
+    most_queries: int,
     out_head_step: int,
     out_row_step: int,
     spec: hl.constexpr,  # MergeSpec
 ) -> None:
-    """Merge the splits of each row. Rows of `out` lie `out_row_step` apart, heads `out_head_step`."""
-    splits, total_rows = partial_lse.size(0), partial_lse.size(1)
+    """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`."""
+    all_splits, total_rows = partial_lse.size(0), partial_lse.size(1)
     d = hl.specialize(partial_out.size(1))
     # Known strides keep loads 16 bytes wide.
     hl.specialize((partial_out.stride(0), partial_out.stride(1), out.stride(0), out.stride(1)))
     hl.specialize((partial_lse.stride(1), sinks.stride(0), lse_shift_scaled.stride(0), lse.stride(0)))
+    hl.specialize((cu_seqlens.stride(0), seqlens.stride(0)))
     for r in hl.grid(total_rows):
+        if spec.batch:
+            # [1]; programs of rows that are not there, or another kernel's, read and write nothing.
+            row = r + hl.arange(1)
+            if spec.of_few:
+                head, query = row // most_queries % heads, row % most_queries
+                first, queries = queries_of_sequence(cu_seqlens, seqlens, row // (heads * most_queries))
+                token = first + query
+                is_there = (query < queries) & (queries <= most_queries)
+            else:
+                # [batch]
+                B = cu_seqlens.size(0) - 1
+                of_each = queries_of_batch(cu_seqlens, seqlens, B, spec.batch)
+                b = hl.arange(spec.batch)
+                begin = hl.load(cu_seqlens, [b], extra_mask=b < B)
+                token, head = row % m_len, row // m_len
+                own = (begin <= r % m_len) & (r % m_len < begin + of_each) & (of_each > most_queries)
+                is_there = own.to(torch.int32).sum(0) + 0 * row > 0
+            lse_row, out_row = head * m_len + token, head * out_head_step + token * out_row_step
+            splits: Int = torch.where(is_there, all_splits, 0).sum(0)
+        else:
+            splits = all_splits
         # [D_row]
         cols = hl.arange(spec.d_row)
         # [at_once]
@@ -74,7 +106,10 @@ def merge_splits_kernel(
         largest = torch.amax(peak, 0)
         if spec.has_sinks:
             # []
-            sink = hl.load(sinks, [r // m_len % heads])
+            if spec.batch:
+                sink = hl.load(sinks, [head]).sum(0)
+            else:
+                sink = hl.load(sinks, [r // m_len % heads])
             largest = maximum(largest, sink, spec.is_cuda)
         # exp(-inf - -inf) would be NaN.
         finite_largest = torch.where(largest == float("-inf"), 0.0, largest)
@@ -102,13 +137,21 @@ def merge_splits_kernel(
         if spec.has_sinks:
             no_key = no_key & (sum_of_weights == sum_of_weights)  # a sink that is NaN stays one
         o = torch.where(no_key, 0.0, acc * (1.0 / sum_of_weights))
-        head = r // m_len % heads
-        out_row = r // (heads * m_len) * heads * m_len + head * out_head_step + (r % m_len) * out_row_step
-        hl.store(out, [out_row, cols], to_out_dtype(o, out.dtype), extra_mask=cols < d)
-        lse_of_row = finite_largest + torch.log2(sum_of_weights) * LN2
-        if spec.has_lse_shift:
-            lse_of_row = lse_of_row + hl.load(lse_shift_scaled, [r])
-        lse[r] = lse_of_row
+        if spec.batch:
+            written = is_there.unsqueeze(1) & (cols < d).unsqueeze(0)
+            hl.store(out, [out_row, cols], to_out_dtype(o, out.dtype).unsqueeze(0), extra_mask=written)
+            lse_of_row = finite_largest + torch.log2(sum_of_weights) * LN2 + 0.0 * lse_row
+            if spec.has_lse_shift:
+                lse_of_row = lse_of_row + hl.load(lse_shift_scaled, [lse_row], extra_mask=is_there)
+            hl.store(lse, [lse_row], lse_of_row, extra_mask=is_there)
+        else:
+            head = r // m_len % heads
+            out_row = r // (heads * m_len) * heads * m_len + head * out_head_step + (r % m_len) * out_row_step
+            hl.store(out, [out_row, cols], to_out_dtype(o, out.dtype), extra_mask=cols < d)
+            lse_of_row = finite_largest + torch.log2(sum_of_weights) * LN2
+            if spec.has_lse_shift:
+                lse_of_row = lse_of_row + hl.load(lse_shift_scaled, [r])
+            lse[r] = lse_of_row
 
 
 @functools.cache
@@ -128,6 +171,8 @@ def merge_splits(
     bshd: bool,
     sinks: torch.Tensor | None = None,
     lse_shift_scaled: torch.Tensor | None = None,
+    batch: PackedBatch | None = None,
+    seqlens: torch.Tensor | None = None,
 ) -> None:
     """Write `out` and `lse`.
 
@@ -139,6 +184,8 @@ def merge_splits(
         bshd: the layout of `out`.
         sinks: fp32 [H], of which no split has, or None.
         lse_shift_scaled: fp32 [B * H * M], added to `lse`, or None.
+        batch: if queries are packed; then B is 1 in out and lse.
+        seqlens: int32, the keys of each of its sequences.
     """
     _, H, M = lse.shape
     flat_lse = lse.view(-1)
@@ -150,10 +197,13 @@ def merge_splits(
             "partial_lse": partial_lse,
             "sinks": flat_lse if sinks is None else sinks,
             "lse_shift_scaled": flat_lse if lse_shift_scaled is None else lse_shift_scaled,
+            "cu_seqlens": flat_lse if batch is None else batch.cu_seqlens,
+            "seqlens": flat_lse if seqlens is None else seqlens,
             "out": out.view(-1, out.size(-1)),
             "lse": flat_lse,
             "heads": H,
             "m_len": M,
+            "most_queries": 0 if batch is None else batch.most_queries,
             "out_head_step": 1 if bshd else M,
             "out_row_step": H if bshd else 1,
             "spec": MergeSpec(
@@ -161,6 +211,8 @@ def merge_splits(
                 d_row,
                 has_sinks=sinks is not None,
                 has_lse_shift=lse_shift_scaled is not None,
+                batch=0 if batch is None else 1 if batch.few else batch.size,
+                of_few=batch is not None and batch.few,
                 is_cuda=out.is_cuda,
             ),
         }

@@ -3,16 +3,14 @@
 It computes what `fp8_attn_decode` does, to the same rounding points. Query rows are the M of its products. P stays in
 registers, as in `fp8_attn_fwd`, so no page's scores pass through shared memory.
 
-One program owns one of `m_tiles` tiles of `bm` query rows that share a KV head, and one of `splits` runs of the pages
-that each of them sees. Row r is query r // group of the group's head r % group. A tile's queries follow each other, so
+One program owns one of `m_tiles` tiles of `bm` query rows that share a KV head, and one of the splits of the pages that
+each of them sees. Row r is query r // group of the group's head r % group. A tile's queries follow each other, so
 with a causal mask the pages behind its last query are not read.
 
-    s = q8 k8^T                                                                  of a page's keys with its base
-    t = s * q_descale_i * k_base * sm_scale * log2(e) + log2(v_base)             one FMA, fp16 or fp32 as s
-    m_i = max of the page's t, less 8;  p = 2**(t - m_i);  l_i += sum(p) / v_base
+    s = q8 k8^T
+    t = s * q_descale_i * k_descale * sm_scale * log2(e) + log2(v_descale)       one FMA
+    m_i = max of the page's t, less 8;  p = 2**(t - m_i);  l_i += sum(p) / v_descale
     acc = acc * alpha + (p v8)                                                   e4m3, two levels
-
-Keys with descales of their own are hidden here, and come in a loop behind this one, if there are any.
 
 Head dims above 256 are as in `fp8_attn_fwd_large_d`: channels of V are split over programs, each with all scores, and K
 and Q come in pieces of 256 channels.
@@ -29,39 +27,54 @@ from helion_attn.compiler.helion_adapter import MAX_REGISTERS, Config, helion, h
 from helion_attn.compiler.runners import Runner, compiled, interpreted
 from helion_attn.configs import MAX_FRESH_D, MAX_PIECE
 from helion_attn.kernels.lib.inline_asm import e4m3_of_bits, exp2, fma, in_new_registers
-from helion_attn.kernels.lib.keys import known_keys, page_at_hand, page_of, page_of_entry
-from helion_attn.kernels.lib.masks import masked_scores, visible_keys
+from helion_attn.kernels.lib.keys import (
+    known_keys,
+    page_at_hand,
+    page_of,
+    page_of_entry,
+    queries_of_batch,
+    queries_of_sequence,
+    sequence_of,
+)
+from helion_attn.kernels.lib.masks import visible_keys
 from helion_attn.kernels.lib.paged import (
-    base_scores,
-    bases_are_wide,
-    bases_of_page,
-    class_of_slot,
-    descales_of_keys,
-    has_all_again,
-    in_run_of_query,
-    keys_of_class,
+    FP32_BYTES,
+    PagedGrid,
+    closed_pages,
+    descales_by_form,
+    descales_of_page,
+    in_open_pages,
+    in_split_of_query,
+    k_of_page,
     launch_paged,
     line_of_page,
-    run_of_query,
+    log2_of_power,
+    may_be_wide,
+    open_sums,
+    own_page_of,
+    page_scores,
+    products,
+    range_of_open_pages,
+    scores_by_form,
+    split_of_query,
     sums_of_page,
-    times_descales,
     total_of_lanes,
+    transposed,
+    v_of_page,
     wide_line,
 )
 from helion_attn.kernels.lib.row_layout import rows_to_dtype
 from helion_attn.kernels.lib.scalars import imin, int32, inverse_of_power, quotient
-from helion_attn.kernels.lib.schraudolph import by_fours, p_of_line, row_sums
+from helion_attn.kernels.lib.schraudolph import by_fours, row_sums
 from helion_attn.kernels.lib.steps import (
     accumulate,
     add_sink,
     interleave_keys,
-    scores,
-    scores_of_pieces,
     to_descale,
 )
 from helion_attn.numerics import LN2, LOG2E, NO_KEY
 from helion_attn.options import ScoreScales
-from helion_attn.problem import DecodeArgs
+from helion_attn.problem import DecodeArgs, PackedBatch
 from helion_attn.types import PagedKVCache
 
 
@@ -100,6 +113,10 @@ def prefill_tile(cache: PagedKVCache) -> PrefillTile:
     return next(tile for imax, tile in tiles.items() if max(cache.k8.size(3), cache.v8.size(2)) <= imax)
 
 
+#: Columns of ones in a product that sums up P: the fewest that there may be. Each column of it is the sum.
+ONES = 16
+
+
 def parts_of_v(D_v_pad: int) -> int:
     """Parts of V's channels, a program each: registers do not hold more than 256 channels."""
     return -(-D_v_pad // MAX_PIECE)
@@ -108,21 +125,33 @@ def parts_of_v(D_v_pad: int) -> int:
 def fp8_attn_prefill(
     q: torch.Tensor,  # flat
     k8: torch.Tensor,  # [num_pages, H_kv, bn, D_pad], with `d_in_halves` [num_pages, H_kv, 2, bn, D_pad / 2]
-    v8: torch.Tensor,  # [num_pages, H_kv, D_v_pad, bn], with n pieces [num_pages, H_kv * n, D_v_pad / n, bn]
-    k_descale: torch.Tensor,  # [num_pages * H_kv * bn]
-    v_descale: torch.Tensor,  # [num_pages * H_kv * bn]
+    v8: torch.Tensor,  # [num_pages, H_kv, D_v_pad, bn], with n pieces [num_pages, H_kv, n, D_v_pad / n, bn]
+    k_descale: torch.Tensor,  # flat
+    v_descale: torch.Tensor,  # flat
+    open_k8: torch.Tensor,  # as k8, of `open_width` pages a sequence, if has_open_pages
+    open_v8: torch.Tensor,  # likewise
+    open_k_descale: torch.Tensor,  # [B * open_width * H_kv * bn]
+    open_v_descale: torch.Tensor,  # [B * open_width * H_kv * bn]
     block_table: torch.Tensor,  # [B * max_pages]
     cache_seqlens: torch.Tensor,  # [B]
+    cu_seqlens: torch.Tensor,  # [B + 1] if batch
     sinks: torch.Tensor,  # [H] if has_sinks
-    lse_shift: torch.Tensor,  # [B * H * M] if shift_lse
+    lse_shift: torch.Tensor,  # [B * H * M] if has_lse_shift
     channel_factors: torch.Tensor,  # [factor_rows * D_pad] if equalise
     out: torch.Tensor,  # [splits * B * H * M, D_v], written
     lse: torch.Tensor,  # [splits * B * H * M], written
+    page_step: int,  # from a page's descales to the next's, in bytes
+    head_step: int,  # of heads
+    open_width: int,
+    new_keys: int,
+    drafts: int,
     splits: int,
     m_tiles: int,
     max_pages: int,
     group: int,
     m_len: int,
+    most_queries: int,
+    split_rows: int,
     q_b_step: int,
     q_h_step: int,
     q_s_step: int,
@@ -142,35 +171,56 @@ def fp8_attn_prefill(
     torch._check(k8.size(2) <= 2**24)
     torch._check(v8.size(0) <= 2**24)
     torch._check(v8.size(1) <= 2**24)
+    torch._check(v8.size(2) <= 2**24)
+    torch._check(open_k8.size(0) <= 2**24)
+    torch._check(open_v8.size(0) <= 2**24)
     num_pages, kv_heads, B = k8.size(0), k8.size(1), cache_seqlens.size(0)
     bn = hl.specialize(k8.size(-2))
     d_tile = hl.specialize(k8.size(-1))
-    d_v_tile = hl.specialize(v8.size(2))
+    d_v_tile = hl.specialize(v8.size(-2))
     d_out = hl.specialize(out.size(1))
     # Known strides keep loads and stores 16 bytes wide.
     hl.specialize((q.stride(0), out.stride(0), out.stride(1)))
     hl.specialize((block_table.stride(0), cache_seqlens.stride(0), sinks.stride(0), lse_shift.stride(0)))
-    hl.specialize(channel_factors.stride(0))
+    hl.specialize((channel_factors.stride(0), cu_seqlens.stride(0)))
     hl.specialize((k_descale.stride(0), v_descale.stride(0)))
-    rows_of_group = group * m_len
-    total_rows = B * kv_heads * rows_of_group
+    # Of a packed batch tiles of all sequences follow each other.
+    heads = kv_heads if spec.batch else B * kv_heads
     # Tiles that read the same pages are neighbours, those of the last queries first.
-    for split, bh, from_end in hl.grid([splits, B * kv_heads, m_tiles * spec.v_parts]):
-        b = bh // kv_heads
+    for split, bh, from_end in hl.grid([splits, heads, m_tiles * spec.v_parts]):
         h = bh % kv_heads
         # A program has a part of V's channels. Parts of a tile are neighbours, read the same K, and have the same lse.
         tile_from_end = from_end // spec.v_parts
-        h_v = h * spec.v_parts + from_end % spec.v_parts
-        first_row = (m_tiles - 1 - tile_from_end) * spec.rows
+        v_part = from_end % spec.v_parts
+        if spec.batch:
+            # [batch]; sequences of few queries are those of `fp8_attn_decode`.
+            of_each = queries_of_batch(cu_seqlens, cache_seqlens, B, spec.batch)
+            of_each = torch.where(of_each > int32(most_queries), of_each, 0)
+            tiles = quotient(of_each * int32(group) + (spec.rows - 1), int32(spec.rows))
+            b, tile = sequence_of(tiles, tile_from_end, spec.batch)
+            b = torch.minimum(b, int32(B - 1))
+            first_query, queries = queries_of_sequence(cu_seqlens, cache_seqlens, b)
+            # Behind the last tile there are none; tiles of the sequence's last queries come first.
+            queries = torch.where((queries > int32(most_queries)) & (tile >= 0), queries, 0)
+            tiles_there = quotient(queries * int32(group) + (spec.rows - 1), int32(spec.rows))
+            first_row = torch.clamp_min(tiles_there - 1 - tile, 0) * spec.rows
+        else:
+            b = bh // kv_heads
+            first_row = int32((m_tiles - 1 - tile_from_end) * spec.rows)
+            first_query, queries = int32(0), int32(m_len)
+        n_len, known_length = known_keys(cache_seqlens, b, max_pages, bn)
+        if spec.batch:
+            n_len = torch.where(queries > 0, n_len, 0)
+        rows_of_group = queries * int32(group)
         # [bm]
-        r = int32(first_row) + hl.arange(spec.rows, dtype=torch.int32)
+        r = first_row + hl.arange(spec.rows, dtype=torch.int32)
         in_range = r < rows_of_group
         query = quotient(r, int32(group))
         head = h * group + r - query * int32(group)
         # [bm, D_pad]
         cols = hl.arange(d_tile)
         # In 64 bits, also where indices have 32.
-        row_offset = (b * q_b_step + head * q_h_step + query.to(torch.int64) * q_s_step) * spec.unit
+        row_offset = (b * q_b_step + head * q_h_step + (first_query + query).to(torch.int64) * q_s_step) * spec.unit
         keep = in_range.unsqueeze(1) & (cols < spec.d).unsqueeze(0)
         x = hl.load(q, [row_offset.unsqueeze(1) + cols.unsqueeze(0) * spec.d_step], extra_mask=keep).to(torch.float32)
         if spec.equalise:
@@ -190,20 +240,20 @@ def fp8_attn_prefill(
         q_scale_log2 = q_descale * scales.qk_scale
         # [bm, D_pad], or each half of it
         q_tile = rows_to_dtype(x, 1.0 / q_descale, k8.dtype, spec.is_cuda)
+        q_high = q_tile
         if spec.d_in_halves:
             q_high = rows_to_dtype(x_high, 1.0 / q_descale, k8.dtype, spec.is_cuda)
 
-        n_len, known_length = known_keys(cache_seqlens, b, max_pages, bn)
         # Query i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment.
-        diagonal = n_len - int32(m_len)
+        diagonal = n_len - queries
         on_diagonal = diagonal + query
-        first_on_diagonal = diagonal + quotient(int32(first_row), int32(group))
-        last_row = torch.minimum(int32(first_row + spec.rows), int32(rows_of_group)) - 1
+        first_on_diagonal = diagonal + quotient(first_row, int32(group))
+        last_row = torch.clamp_min(torch.minimum(first_row + spec.rows, rows_of_group) - 1, 0)
         last_on_diagonal = diagonal + quotient(last_row, int32(group))
-        # Runs of a tile's queries begin and end with its first and its last one's.
-        run_begin, n_whole = run_of_query(first_on_diagonal, n_len, left, right, split, splits, spec)
-        n_left, run_end = run_of_query(last_on_diagonal, n_len, left, right, split, splits, spec)
-        # Pages n_left .. n_whole are seen whole by all rows of the tile, in their runs.
+        # Splits of a tile's queries begin and end with its first and its last one's.
+        n_begin, n_whole = split_of_query(first_on_diagonal, n_len, left, right, split, splits, spec)
+        n_left, n_end = split_of_query(last_on_diagonal, n_len, left, right, split, splits, spec)
+        # Pages n_left .. n_whole are seen whole by all rows of the tile, in their splits.
         keys_of_first = n_len
         if spec.has_right:
             keys_of_first = torch.clamp_min(torch.minimum(n_len, first_on_diagonal + int32(right) + 1), 0)
@@ -211,6 +261,19 @@ def fp8_attn_prefill(
         if spec.has_left:
             left_edge = torch.clamp_min(last_on_diagonal - int32(left), 0)
             n_left = torch.maximum(n_left, (left_edge + bn - 1) >> spec.bn_log2)
+
+        if spec.has_open_pages:
+            new = queries if spec.batch else int32(new_keys)
+            first_slot_page = int32(b * open_width)
+            if spec.batch:
+                first_slot_page = first_slot_page + (first_query >> spec.bn_log2)
+            # [rows]
+            own_page = own_page_of(on_diagonal, n_len, right, spec)
+            first_open_page, open_begin, open_end = range_of_open_pages(
+                own_page_of(first_on_diagonal, n_len, right, spec), n_begin, n_end, n_len, new, drafts, spec
+            )
+            # Rows see pages from there on here or there.
+            n_whole = torch.minimum(n_whole, first_open_page)
 
         m_i = hl.full([spec.rows], NO_KEY, dtype=torch.float32)
         m_run = m_i
@@ -224,191 +287,149 @@ def fp8_attn_prefill(
         # A row that is NaN or infinite must not change its neighbours.
         known_scale_log2 = torch.where(q_scale_log2 < float("inf"), q_scale_log2, 0.0)
         largest_q_scale_log2 = torch.amax(known_scale_log2, 0)
-        escapes = int32(0)
         first_entry = int32(b * max_pages)
-        # [bm]
+        # [bm], of `lse_shift` and `lse`
+        lse_rows = head * m_len + first_query + query
+        if not spec.batch:
+            lse_rows = lse_rows + b * kv_heads * group * m_len
         shift = q_scale_log2
         if spec.shifts_scores:
-            shift = hl.load(lse_shift, [b * kv_heads * rows_of_group + head * m_len + query], extra_mask=in_range)
-        entry = hl.load(block_table, [first_entry + imin(run_begin, int32(max_pages - 1))])
-        for j in hl.grid(run_begin, run_end):
+            shift = hl.load(lse_shift, [lse_rows], extra_mask=in_range)
+        entry = hl.load(block_table, [first_entry + imin(n_begin, int32(max_pages - 1))])
+        # Pages from there on may be open.
+        n_closed = torch.minimum(torch.maximum(closed_pages(n_len, drafts, spec), int32(n_begin)), int32(n_end))
+        for j in hl.grid(n_begin, n_closed):
             page, known_page = page_of_entry(entry, num_pages)
             page_again, known_page = page_at_hand(entry, num_pages)
             # Loaded in the iteration that uses it, it would be waited for.
-            entry = hl.load(block_table, [first_entry + imin(run_end - 1, int32(j + 1))])
+            entry = hl.load(block_table, [first_entry + imin(n_end - 1, int32(j + 1))])
             # [bn, D_pad], or its halves, and [d_v_tile, bn]
-            if spec.d_in_halves:
-                k_page = k8[page, h, 0, :, :]
-                k_high = k8[page, h, 1, :, :]
-            else:
-                k_page = k8[page, h, :, :]
+            k_pieces, v_tile = k_of_page(k8, page, h, spec), v_of_page(v8, page, h, v_part, 0, spec)
             if spec.in_halves:
-                v_page = v8[page, h_v * 2, :, :]
-                v_high = v8[page, h_v * 2 + 1, :, :]
-            else:
-                v_page = v8[page, h_v, :, :]
+                v_high = v_of_page(v8, page, h, v_part, 1, spec)
             # [bm, bn]
-            if spec.d_in_halves:
-                s = scores_of_pieces([q_tile, q_high], [k_page.transpose(0, 1), k_high.transpose(0, 1)], spec.is_cuda)
-            else:
-                s = scores(q_tile, k_page.transpose(0, 1), spec.rows, bn, spec.half_scores, spec.is_cuda)
+            s = products([q_tile, q_high], transposed(k_pieces), spec.rows, bn, spec)
             # Meanwhile.
-            first_slot = (page_again * int32(kv_heads) + int32(h)) * bn
-            k_base, v_base, escaped = bases_of_page(k_descale, v_descale, first_slot, bn, spec.int8_keys, spec.is_cuda)
-            escapes = torch.maximum(escapes, escaped)
+            page_k, page_v = descales_of_page(k_descale, v_descale, page_again, page_step, h, head_step, spec.is_cuda)
+            v_log2 = log2_of_power(page_v)
             row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
-            if spec.int8_keys:
-                s = times_descales(s, descales_of_keys(k_descale, first_slot, bn, 1, spec.is_cuda), 1, spec)
-            s, scale_log2 = base_scores(s, row_scale_log2, k_base, shift, scales, 1, spec)
+            s, scale_log2 = page_scores(s - spec.s_bias, row_scale_log2 * page_k, shift, scales, 1, spec)
             edge = torch.maximum(n_left - int32(j), int32(j + 1) - n_whole)
             if edge > 0:
                 key = int32(j * bn) + hl.arange(bn, dtype=torch.int32)
                 visible = visible_keys(key, on_diagonal, n_len, int32(left), int32(right), spec)
-                visible = in_run_of_query(visible, j, on_diagonal, n_len, left, right, split, splits, spec)
-                s = masked_scores(s, visible, spec.rows, bn, spec)
-            if escaped > 0:
-                is_first, k_own, v_own, w0, w1, w2, w3 = class_of_slot(
-                    k_descale, v_descale, first_slot, int32(0), bn, spec.int8_keys, spec.is_cuda
-                )
-                of_base = keys_of_class(w0, w1, w2, w3, bn, spec.is_cuda)
-                s = masked_scores(s, of_base.unsqueeze(0) != 0, spec.rows, bn, spec)
+                visible = in_split_of_query(visible, j, on_diagonal, n_len, left, right, split, splits, spec)
+                if spec.has_open_pages:
+                    there = in_open_pages(j, own_page, n_len, new, drafts, spec)
+                    visible = visible & (there.to(torch.int32) == 0).unsqueeze(1)
+                s = torch.where(visible, s, float("-inf"))
             m_before = m_i
-            m_run, m_i, scale, offset, largest, top = line_of_page(s, scale_log2, v_base, m_run, m_i, 1, spec)
-            if not spec.half_scores:
-                if spec.may_be_wide:
-                    wide = bases_are_wide(largest_q_scale_log2, k_base, scales, spec)
-                    if wide > 0:
-                        s, scale, offset = wide_line(s, scale_log2, v_base, m_i, scale, offset, largest, top, 1, spec)
-                # [bm, bn]
-                line = fma(s, scale.unsqueeze(1), offset.unsqueeze(1), spec.is_cuda)
+            m_run, m_i, scale, offset, largest, top = line_of_page(s, scale_log2, v_log2, m_run, m_i, 1, spec)
+            if spec.may_be_wide:
+                wide = may_be_wide(largest_q_scale_log2, page_k, scales, spec)
+                if wide > 0:
+                    s, scale, offset = wide_line(s, scale_log2, v_log2, m_i, scale, offset, largest, top, 1, spec)
+            # [bm, bn]
+            line = fma(s, scale.unsqueeze(1), offset.unsqueeze(1), spec.is_cuda)
             # [bm]
-            v_inverse = inverse_of_power(v_base)
-            if spec.half_scores:
-                p8 = p_of_line(s, scale, offset, spec.rows, bn, spec)
-                alpha = exp2(m_before - m_i, spec.is_cuda)
-            elif spec.p_bits:
+            v_inverse = inverse_of_power(page_v)
+            if spec.p_bits:
                 p8 = e4m3_of_bits(by_fours(line, spec.rows, bn), spec.is_cuda).reshape(spec.rows, bn)
                 alpha = exp2(m_before - m_i, spec.is_cuda)
             else:
                 p = exp2(line, spec.is_cuda)
-                by_lane = sums_of_page(p.transpose(0, 1), bn, spec.rows) * v_inverse
+                sums = sums_of_page(p.transpose(0, 1), bn, spec.rows) * v_inverse
                 # Not sooner: it would take registers that P needs.
                 alpha = exp2(m_before - m_i, spec.is_cuda)
-                l_i = fma(l_i, alpha.unsqueeze(0), by_lane, spec.is_cuda)
+                l_i = fma(l_i, alpha.unsqueeze(0), sums, spec.is_cuda)
                 p8 = interleave_keys(p.to(torch.float8_e4m3fn), spec.rows, bn)
-            acc = accumulate(acc, alpha.unsqueeze(1), p8, v_page.transpose(0, 1), spec)
+            acc = accumulate(acc, alpha.unsqueeze(1), p8, v_tile.transpose(0, 1), spec)
             if spec.in_halves:
                 acc_high = accumulate(acc_high, alpha.unsqueeze(1), p8, v_high.transpose(0, 1), spec)
             if spec.p_bits:
                 l_i = fma(l_i, alpha, row_sums(p8) * v_inverse, spec.is_cuda)
 
-        if spec.half_scores:
-            # [bm]: rows that have the keys of their pages' bases again, as slot 0's class.
-            all_again = has_all_again(m_run)
-            some_again = torch.amax(all_again.to(torch.int32), 0)
-            escapes = torch.maximum(escapes, some_again)
-        if escapes > 0:
-            # Keys with descales of their own, of the same pages, those with the same descales at once.
-            acc = in_new_registers(acc, spec.is_cuda)
-            if spec.in_halves:
-                acc_high = in_new_registers(acc_high, spec.is_cuda)
-            class_spec = spec.of_fp32_scores
-            if spec.half_scores:
-                m_i = torch.where(all_again, NO_KEY, m_i)
-                m_run = torch.where(all_again, NO_KEY, m_run)
-                l_i = torch.where(all_again, 0.0, l_i)
-                acc = torch.where(all_again.unsqueeze(1), 0.0, acc)
-            for i in hl.grid(run_begin, run_end):
-                page, known_page = page_of(block_table, first_entry + int32(i), num_pages)
-                first_slot = (page * int32(kv_heads) + int32(h)) * bn
-                k_base, v_base, escaped = bases_of_page(
-                    k_descale, v_descale, first_slot, bn, spec.int8_keys, spec.is_cuda
+        # Or the copies of loops of both kinds would be in the same registers.
+        acc = in_new_registers(acc, spec.is_cuda)
+        if spec.in_halves:
+            acc_high = in_new_registers(acc_high, spec.is_cuda)
+        # The pages that remain, as the cache has them, then as `OpenPages` does.
+        n_last, n_last_open, slot = int32(n_end) - n_closed, int32(n_end) - n_closed, int32(0)
+        if spec.has_open_pages:
+            n_last_open = n_last + torch.clamp_min(open_end - open_begin, 0)
+        for t in hl.grid(0, n_last_open):
+            jt = n_closed + int32(t)
+            elsewhere = int32(0)
+            if spec.has_open_pages:
+                elsewhere = (int32(t) >= n_last).to(torch.int32)
+                jt = torch.where(elsewhere > 0, open_begin + int32(t) - n_last, jt)
+                slot = torch.where(elsewhere > 0, first_slot_page + jt - first_open_page, 0)
+            page, known_page = page_of(block_table, first_entry + jt, num_pages)
+            # [bm, bn]. Each source has products of its own, so that they read what TMA wrote: a tile that is chosen of
+            # two would be written anew.
+            if elsewhere > 0:
+                s = products([q_tile, q_high], transposed(k_of_page(open_k8, slot, h, spec)), spec.rows, bn, spec)
+            else:
+                s = products([q_tile, q_high], transposed(k_of_page(k8, page, h, spec)), spec.rows, bn, spec)
+            if elsewhere > 0:
+                own_k, own_v, page_k, page_v, is_open = descales_by_form(
+                    open_k_descale, open_v_descale, (slot * int32(kv_heads) + int32(h)) * bn, bn
                 )
-                row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
-                first_slot_of_class, slots = escaped, escaped * bn
-                if spec.half_scores:
-                    first_slot_of_class, slots = 1 - some_again, torch.maximum(escaped * bn, some_again)
-                for slot in hl.grid(first_slot_of_class, slots):
-                    is_first, k_own, v_own, w0, w1, w2, w3 = class_of_slot(
-                        k_descale, v_descale, first_slot, int32(slot), bn, spec.int8_keys, spec.is_cuda
+            else:
+                own_k, own_v, page_k, page_v, is_open = descales_by_form(
+                    k_descale, v_descale, (page.to(torch.int64) * page_step + h * head_step) // FP32_BYTES, bn
+                )
+            row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
+            s, scale_log2, v_log2 = scores_by_form(
+                s - spec.s_bias, row_scale_log2, own_k, own_v, page_k, page_v, is_open, shift, scales, 1, spec
+            )
+            key = jt * bn + hl.arange(bn, dtype=torch.int32)
+            visible = visible_keys(key, on_diagonal, n_len, int32(left), int32(right), spec)
+            visible = in_split_of_query(visible, jt, on_diagonal, n_len, left, right, split, splits, spec)
+            if spec.has_open_pages:
+                there = in_open_pages(jt, own_page, n_len, new, drafts, spec)
+                visible = visible & (there.to(torch.int32) == elsewhere).unsqueeze(1)
+            s = torch.where(visible, s, float("-inf"))
+            m_before = m_i
+            m_run, m_i, scale, offset, largest, top = line_of_page(s, scale_log2, v_log2, m_run, m_i, 1, spec)
+            if spec.may_be_wide:
+                s, scale, offset = wide_line(s, scale_log2, v_log2, m_i, scale, offset, largest, top, 1, spec)
+            # [bm, bn]
+            line = fma(s, scale.unsqueeze(1), offset.unsqueeze(1), spec.is_cuda)
+            # [bm]
+            alpha = exp2(m_before - m_i, spec.is_cuda)
+            if spec.p_bits:
+                p8 = e4m3_of_bits(by_fours(line, spec.rows, bn), spec.is_cuda).reshape(spec.rows, bn)
+                # A product, which adds in the order that the loop above has: a page may be of either loop.
+                ones = hl.full([ONES, bn], 0x38, dtype=torch.uint8).view(torch.float8_e4m3fn)
+                columns = hl.dot(p8, ones.transpose(0, 1)).transpose(0, 1)
+                of_closed = total_of_lanes(columns, spec.rows) * (inverse_of_power(page_v) * (1.0 / ONES))
+                of_open = total_of_lanes(open_sums(line.transpose(0, 1), own_v, bn, spec.rows), spec.rows)
+                l_i = fma(l_i, alpha, torch.where(is_open > 0, of_open, of_closed), spec.is_cuda)
+            else:
+                p = exp2(line, spec.is_cuda)
+                of_keys = inverse_of_power(torch.where(is_open > 0, own_v, page_v))
+                sums = sums_of_page(p.transpose(0, 1) * of_keys.unsqueeze(1), bn, spec.rows)
+                l_i = fma(l_i, alpha.unsqueeze(0), sums, spec.is_cuda)
+                p8 = interleave_keys(p.to(torch.float8_e4m3fn), spec.rows, bn)
+            # [bm, d_v_tile], or each half
+            if elsewhere > 0:
+                acc = accumulate(
+                    acc, alpha.unsqueeze(1), p8, v_of_page(open_v8, slot, h, v_part, 0, spec).transpose(0, 1), spec
+                )
+                if spec.in_halves:
+                    acc_high = accumulate(
+                        acc_high, alpha.unsqueeze(1), p8, v_of_page(open_v8, slot, h, v_part, 1, spec).transpose(0, 1),
+                        spec,
+                    )  # fmt: skip
+            else:
+                acc = accumulate(
+                    acc, alpha.unsqueeze(1), p8, v_of_page(v8, page, h, v_part, 0, spec).transpose(0, 1), spec
+                )
+                if spec.in_halves:
+                    acc_high = accumulate(
+                        acc_high, alpha.unsqueeze(1), p8, v_of_page(v8, page, h, v_part, 1, spec).transpose(0, 1), spec
                     )
-                    if is_first > 0:
-                        # [bm, bn]
-                        if spec.d_in_halves:
-                            class_s = scores_of_pieces(
-                                [q_tile, q_high],
-                                [k8[page, h, 0, :, :].transpose(0, 1), k8[page, h, 1, :, :].transpose(0, 1)],
-                                spec.is_cuda,
-                            )
-                        else:
-                            class_s = scores(
-                                q_tile, k8[page, h, :, :].transpose(0, 1), spec.rows, bn, False, spec.is_cuda
-                            )
-                        if spec.int8_keys:
-                            class_k = descales_of_keys(k_descale, first_slot, bn, 1, spec.is_cuda)
-                            class_s = times_descales(class_s, class_k, 1, spec)
-                        class_s, class_scale_log2 = base_scores(
-                            class_s, row_scale_log2, k_own, shift, scales, 1, class_spec
-                        )
-                        class_key = int32(i * bn) + hl.arange(bn, dtype=torch.int32)
-                        class_visible = visible_keys(class_key, on_diagonal, n_len, int32(left), int32(right), spec)
-                        class_visible = in_run_of_query(
-                            class_visible, i, on_diagonal, n_len, left, right, split, splits, spec
-                        )
-                        class_visible = class_visible & (
-                            keys_of_class(w0, w1, w2, w3, bn, spec.is_cuda).unsqueeze(0) != 0
-                        )
-                        class_s = torch.where(class_visible, class_s, float("-inf"))
-                        if spec.half_scores:
-                            class_s = torch.where((all_again | (int32(slot) > 0)).unsqueeze(1), class_s, float("-inf"))
-                        class_before = m_i
-                        m_run, m_i, class_scale, class_offset, class_largest, class_top = line_of_page(
-                            class_s, class_scale_log2, v_own, m_run, m_i, 1, class_spec
-                        )
-                        class_s, class_scale, class_offset = wide_line(
-                            class_s,
-                            class_scale_log2,
-                            v_own,
-                            m_i,
-                            class_scale,
-                            class_offset,
-                            class_largest,
-                            class_top,
-                            1,
-                            class_spec,
-                        )
-                        class_line = fma(class_s, class_scale.unsqueeze(1), class_offset.unsqueeze(1), spec.is_cuda)
-                        class_alpha = exp2(class_before - m_i, spec.is_cuda)
-                        class_inverse = inverse_of_power(v_own)
-                        if spec.p_bits:
-                            class_p8 = e4m3_of_bits(by_fours(class_line, spec.rows, bn), spec.is_cuda).reshape(
-                                spec.rows, bn
-                            )
-                            # Sums of 128 such numbers are exact.
-                            l_i = fma(l_i, class_alpha, class_p8.to(torch.float32).sum(1) * class_inverse, spec.is_cuda)
-                        else:
-                            class_p = exp2(class_line, spec.is_cuda)
-                            class_sums = sums_of_page(class_p.transpose(0, 1), bn, spec.rows) * class_inverse
-                            l_i = fma(l_i, class_alpha.unsqueeze(0), class_sums, spec.is_cuda)
-                            class_p8 = interleave_keys(class_p.to(torch.float8_e4m3fn), spec.rows, bn)
-                        if spec.in_halves:
-                            acc = accumulate(
-                                acc, class_alpha.unsqueeze(1), class_p8, v8[page, h_v * 2, :, :].transpose(0, 1), spec
-                            )
-                            acc_high = accumulate(
-                                acc_high,
-                                class_alpha.unsqueeze(1),
-                                class_p8,
-                                v8[page, h_v * 2 + 1, :, :].transpose(0, 1),
-                                spec,
-                            )
-                        else:
-                            acc = accumulate(
-                                acc, class_alpha.unsqueeze(1), class_p8, v8[page, h_v, :, :].transpose(0, 1), spec
-                            )
-            acc = in_new_registers(acc, spec.is_cuda)
-            if spec.in_halves:
-                acc_high = in_new_registers(acc_high, spec.is_cuda)
 
         # [bm]
         # Also since Helion looks for what masks a sum, and not through branches.
@@ -420,27 +441,26 @@ def fp8_attn_prefill(
         row_sum = torch.where(known_length, row_sum, float("nan"))
         normaliser = 1.0 / row_sum
         total = row_sum
-        # [bm]
-        rows_of_lse = b * kv_heads * rows_of_group + head * m_len + query
         if spec.has_sinks:
-            # [bm], in one run of them all
+            # [bm], in one of the splits
             sink = hl.load(sinks, [head], extra_mask=in_range)
             if spec.shifts_lse:
-                sink = sink - hl.load(lse_shift, [rows_of_lse], extra_mask=in_range)
+                sink = sink - hl.load(lse_shift, [lse_rows], extra_mask=in_range)
             sink_log2 = torch.where(split + 0 * r == 0, sink * LOG2E, float("-inf"))
             rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, spec)
             normaliser = rescale / total
         no_key = row_sum == 0.0
         if spec.has_sinks:
             no_key = no_key & (total == total)  # a sink that is NaN stays one
-        first_of_split = split * total_rows + b * kv_heads * rows_of_group
         lse_of_row = (m_i + torch.log2(total)) * LN2
-        if spec.shifts_lse and not spec.in_runs:
-            lse_of_row = lse_of_row + hl.load(lse_shift, [rows_of_lse], extra_mask=in_range)
-        hl.store(lse, [split * total_rows + rows_of_lse], lse_of_row, extra_mask=in_range)
-        out_rows = first_of_split + head * out_head_step + query * out_row_step
+        if spec.shifts_lse and not spec.is_split_kv:
+            lse_of_row = lse_of_row + hl.load(lse_shift, [lse_rows], extra_mask=in_range)
+        hl.store(lse, [split * split_rows + lse_rows], lse_of_row, extra_mask=in_range)
+        out_rows = split * split_rows + head * out_head_step + (first_query + query) * out_row_step
+        if not spec.batch:
+            out_rows = out_rows + b * kv_heads * group * m_len
         # [bm, d_v_tile]
-        channels = from_end % spec.v_parts * (d_v_tile * (1 + spec.in_halves)) + hl.arange(d_v_tile)
+        channels = v_part * (d_v_tile * (1 + spec.in_halves)) + hl.arange(d_v_tile)
         o = torch.where(no_key.unsqueeze(1), 0.0, acc * normaliser.unsqueeze(1))
         stored = in_range.unsqueeze(1) & (channels < d_out).unsqueeze(0)
         hl.store(out, [out_rows, channels], o.to(out.dtype), extra_mask=stored)
@@ -459,7 +479,7 @@ def kernel(is_cuda: bool, tile: PrefillTile) -> Runner:
     config = Config(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        range_num_stages=[0, tile.num_stages],
+        range_num_stages=[0, tile.num_stages, 1],
         # The last grid dimension is fastest.
         loop_orders=[[2, 1, 0]],
         indexing="tensor_descriptor",
@@ -469,9 +489,22 @@ def kernel(is_cuda: bool, tile: PrefillTile) -> Runner:
     return compiled(fp8_attn_prefill, config)
 
 
-def launch(a: DecodeArgs, splits: int, out: torch.Tensor, lse: torch.Tensor) -> None:
+def launch(
+    a: DecodeArgs,
+    splits: int,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    shift: torch.Tensor | None,
+    batch: PackedBatch | None = None,
+) -> None:
     """Write `out` and `lse`; the arguments are those of `launch_paged`."""
-    v8 = a.cache.v8
-    tile = prefill_tile(a.cache)
-    in_halves = v8.size(2) > MAX_FRESH_D
-    launch_paged(kernel(a.q.is_cuda, tile), a, tile.bm, in_halves, parts_of_v(v8.size(2)), splits, out, lse)
+    (B, H, M, _), H_kv, v8, tile = a.q.shape, a.cache.k8.size(1), a.cache.v8, prefill_tile(a.cache)
+    if batch is None:
+        tiles = -(-H // H_kv * M // tile.bm)
+    else:
+        # Each sequence of the kernel's has one that is not full, at most.
+        tiles = H // H_kv * M // tile.bm + min(a.cache_seqlens.size(0), M // (batch.most_queries + 1))
+    grid = PagedGrid(tile.bm, tiles, splits, B * H * M)
+    launch_paged(
+        kernel(a.q.is_cuda, tile), a, grid, v8.size(2) > MAX_FRESH_D, parts_of_v(v8.size(2)), out, lse, batch, shift
+    )

@@ -5,7 +5,7 @@ Kernels are imported on the first call.
 
 from helion_attn.ops.attention import attention, attention_quantized
 from helion_attn.ops.block_mask import block_means, mask_bits, mask_lists
-from helion_attn.ops.kv_cache import append_kv, decode
+from helion_attn.ops.kv_cache import append_kv, decode, step
 from helion_attn.ops.multi_rank import attention_multi_rank, describe_rank, merge_results, quantize_rank
 from helion_attn.ops.quantize import pack, quantize
 from helion_attn.ops.transform_rows import transform_rows
@@ -26,5 +26,6 @@ __all__ = [
     "pack",
     "quantize",
     "quantize_rank",
+    "step",
     "transform_rows",
 ]

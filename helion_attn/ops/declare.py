@@ -138,7 +138,7 @@ class Operation(Generic[Arguments]):
         declared = []
         for path, kind in zip(self._structure.paths, self._structure.types, strict=True):
             alias = f"({chr(ord('a') + mutates.index(path))}!)" if path in mutates else ""
-            declared.append(f"{kind}{alias} {path.replace('.', '_')}")
+            declared.append(f"{kind.replace('Tensor', f'Tensor{alias}')} {path.replace('.', '_')}")
         returned = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
         torch.library.define(f"helion_attn::{name}", f"({', '.join(declared)}) -> {returned}")
 

@@ -1,6 +1,8 @@
-"""`append_kv` and `fp8_attn_decode`: writing a paged cache, and attention over it, by one of two kernels."""
+"""Operations of a paged cache: append to it, attend over it by one of two kernels, and both in one step."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -10,13 +12,19 @@ from helion_attn.configs import scheduling
 from helion_attn.ops import flops
 from helion_attn.ops.attention import empty_out_and_lse
 from helion_attn.ops.declare import Operation
-from helion_attn.problem import AppendArgs, DecodeArgs
+from helion_attn.problem import AppendArgs, DecodeArgs, OpenPagesArgs, PackedBatch, StepArgs
 
 
-def _launch_append(a: AppendArgs) -> None:
+def _launch_append(a: AppendArgs) -> tuple[torch.Tensor, ...]:
     from helion_attn.preprocess import append
 
-    append.launch(a)
+    return append.launch(a)
+
+
+def _empty_open_pages(a: AppendArgs) -> tuple[torch.Tensor, ...]:
+    from helion_attn.preprocess.close_pages import empty_open_pages
+
+    return empty_open_pages(a)
 
 
 def empty_outputs(a: DecodeArgs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -26,9 +34,10 @@ def empty_outputs(a: DecodeArgs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _launch_decode(a: DecodeArgs) -> tuple[torch.Tensor, torch.Tensor]:
-    from helion_attn.kernels import decode, prefill
+    from helion_attn.kernels import cache_lse_shift, decode, prefill
 
     out, lse = empty_outputs(a)
+    shift = cache_lse_shift.launch(a, packed=False)
     (B, H, M, _D), H_kv, max_pages = a.q.shape, a.cache.k8.size(1), a.block_table.size(1)
     queries, splits, sms = H // H_kv * M, a.splits, sm_count(a.q)
     # More splits than pages would all be empty. A split's index times the pages fits 32 bits.
@@ -40,7 +49,7 @@ def _launch_decode(a: DecodeArgs) -> tuple[torch.Tensor, torch.Tensor]:
             queries_of_tile = -(-tile.bm * H_kv // H) + 1
             pages = scheduling.visible_key_blocks(max_pages, a.scores.left, 0, queries_of_tile, a.cache.page_size)
             splits = scheduling.key_splits(programs, pages, sms, tile.ctas_per_sm, scheduling.MIN_PAGES)
-        prefill.launch(a, min(splits, most), out, lse)
+        prefill.launch(a, min(splits, most), out, lse, shift)
         return out, lse
     rows = scheduling.decode_rows(queries)
     if splits is None:
@@ -48,16 +57,70 @@ def _launch_decode(a: DecodeArgs) -> tuple[torch.Tensor, torch.Tensor]:
         pages = scheduling.visible_key_blocks(max_pages, a.scores.left, 0, M, a.cache.page_size)
         ctas_per_sm = decode.decode_tile(a.cache, rows).ctas_per_sm
         splits = scheduling.page_splits(B, B * H_kv * -(-queries // rows), pages, sms, ctas_per_sm)
-    decode.launch(a, rows, min(splits, most), out, lse)
+    decode.launch(a, rows, min(splits, most), out, lse, shift)
     return out, lse
+
+
+def _launch_step(a: StepArgs) -> torch.Tensor:
+    """Append if there are keys, then decode sequences of few queries, and attend to prompts."""
+    from helion_attn.kernels import cache_lse_shift, decode, prefill
+    from helion_attn.preprocess import append
+
+    (T, H, _D), (H_kv, page_size), (B, max_pages) = a.q.shape, a.cache.k8.shape[1:3], a.block_table.shape
+    group, drafts, opened, sms = H // H_kv, a.open_pages.drafts, a.open_pages, sm_count(a.q)
+    few = PackedBatch(a.cu_seqlens, scheduling.decode_queries(group, drafts), few=True)
+    if a.k is not None and a.v is not None:
+        k, v = (x.transpose(0, 1).unsqueeze(0) for x in (a.k, a.v))
+        given: Any = None if opened.k8 is None else opened[:4]
+        appended = AppendArgs(k, v, a.cache, a.block_table, a.seqlens, drafts, a.rope)
+        k8, v8, k_descale, v_descale = append.launch(appended, few, given)
+        opened = OpenPagesArgs(k8, v8, k_descale, v_descale, T, drafts)
+    out, lse = a.out.unsqueeze(0), _empty_lse(a)
+    attends = DecodeArgs(
+        q=a.q.transpose(0, 1).unsqueeze(0),
+        cache=a.cache,
+        open_pages=opened,
+        block_table=a.block_table,
+        cache_seqlens=a.seqlens,
+        splits=a.splits,
+        scores=a.scores,
+        needs_lse_shift=a.needs_lse_shift,
+        bshd=True,
+        out_dtype=a.out.dtype,
+    )
+    shift = cache_lse_shift.launch(attends, packed=True)
+    most = min(max_pages, (2**31 - 1) // max(1, max_pages))
+    width = max_pages if a.max_seqlen_k is None else min(max_pages, -(-a.max_seqlen_k // page_size))
+    if few.most_queries:
+        rows, splits = scheduling.decode_rows(group * (1 + drafts)), a.splits
+        if splits is None:
+            pages = scheduling.visible_key_blocks(width, a.scores.left, 0, few.most_queries, page_size)
+            ctas_per_sm = decode.decode_tile(a.cache, rows).ctas_per_sm
+            splits = scheduling.page_splits(B, B * H_kv * -(-group * few.most_queries // rows), pages, sms, ctas_per_sm)
+        decode.launch(attends, rows, min(splits, most), out, lse.unsqueeze(0), shift, few)
+    if few.most_queries < T:
+        tile, splits = prefill.prefill_tile(a.cache), a.splits
+        if splits is None:
+            queries = T if a.max_seqlen_q is None else min(T, a.max_seqlen_q)
+            programs = H_kv * -(-group * T // tile.bm) * prefill.parts_of_v(a.cache.v8.size(2))
+            pages = scheduling.visible_key_blocks(width, a.scores.left, 0, -(-tile.bm // group) + 1, page_size)
+            splits = scheduling.key_splits(programs, pages, sms, tile.ctas_per_sm, scheduling.MIN_PAGES)
+            # With none of its own there is nothing to fill the GPU for.
+            splits = 1 if queries <= few.most_queries else splits
+        prefill.launch(attends, min(splits, most), out, lse.unsqueeze(0), shift, few._replace(few=False))
+    return lse
+
+
+def _empty_lse(a: StepArgs) -> torch.Tensor:
+    return a.q.new_empty((a.q.size(1), a.q.size(0)), dtype=torch.float32)
 
 
 append_kv = Operation(
     "append_kv",
     AppendArgs,
-    0,
+    4,
     _launch_append,
-    lambda a: None,
+    _empty_open_pages,
     mutates=("cache.k8", "cache.v8", "cache.k_descale", "cache.v_descale"),
     call=public_calls.of_append,
 )
@@ -69,4 +132,16 @@ decode = Operation(
     empty_outputs,
     flops=flops.of_decode,
     call=public_calls.of_decode,
+)
+step = Operation(
+    "kv_cache_step",
+    StepArgs,
+    1,
+    _launch_step,
+    _empty_lse,
+    mutates=(
+        *("cache.k8", "cache.v8", "cache.k_descale", "cache.v_descale", "out"),
+        *("open_pages.k8", "open_pages.v8", "open_pages.k_descale", "open_pages.v_descale"),
+    ),
+    call=public_calls.of_step,
 )

@@ -8,7 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from helion_attn.configs import MAX_PAGE_D, page_packing
 from helion_attn.debug_state import debugging
 from helion_attn.options import ScoreOptions
-from helion_attn.types import PagedKVCache, Rope
+from helion_attn.problem import open_page_count
+from helion_attn.types import OpenPages, PagedKVCache, Rope
 from helion_attn.validate.dense import (
     IN_DTYPES,
     MAX_COUNT,
@@ -22,9 +23,11 @@ from helion_attn.validate.dense import (
     check_rope_tables,
     check_rotatable,
     check_table,
+    check_tensors,
     described,
 )
-from helion_attn.validate.values import check_cache_values, note_append
+from helion_attn.validate.values import check_cache_values, check_step_values, note_append
+from helion_attn.validate.varlen import MAX_TOKENS
 
 #: Fields of a cache that it may have none of: constants of its heads and channels.
 CONSTANTS = ("k_mean", "channel_factors")
@@ -107,11 +110,18 @@ def check_kv_cache(cache: PagedKVCache, names: dict[str, str] = CACHE_NAMES) -> 
         if not isinstance(x, torch.Tensor):
             accepted = "None or a torch.Tensor" if name in CONSTANTS else "a torch.Tensor"
             raise TypeError(f"{names[name]} is a {type(x).__name__}; it must be {accepted}")
-        if tuple(x.shape) != shape or x.dtype not in dtypes or not x.is_contiguous() or x.device != cache.k8.device:
+        # Pages and heads may lie anywhere; what is inside of them is contiguous.
+        inside = (x.size(3), 1) if x.dim() == 4 else (1,)
+        whole = x.is_contiguous() if name in CONSTANTS else x.stride()[2:] == inside
+        if tuple(x.shape) != shape or x.dtype not in dtypes or not whole or x.device != cache.k8.device:
             raise ValueError(
                 f"{names[name]} is {x.dtype} {tuple(x.shape)} on {x.device}; for D={cache.D}, D_v={cache.D_v} it must "
                 f"be contiguous {' or '.join(map(str, dtypes))} {shape} on {cache.k8.device}, as "
                 f"helion_attn.paged_kv_cache makes it"
+            )
+        if name not in CONSTANTS and any(stride * x.itemsize % 16 for stride in x.stride()[:2]):
+            raise ValueError(
+                f"{names[name]} has strides {x.stride()}; pages and heads must be multiples of 16 bytes apart"
             )
         check_no_grad(names[name], x)
         # What a tensor descriptor needs. A fake tensor has no address, and torch.compile cannot trace one.
@@ -122,13 +132,40 @@ def check_kv_cache(cache: PagedKVCache, names: dict[str, str] = CACHE_NAMES) -> 
                 f"{names[name]} is at an address {past} bytes past a multiple of 16; it must be at a multiple, as "
                 f"helion_attn.paged_kv_cache makes it"
             )
+    if (step := cache.k_descale.stride(0) * 4) >= 2**31:
+        raise ValueError(f"pages of the cache lie {step} bytes apart; they must lie less than 2**31 bytes apart")
+    if cache.k_descale.stride() != cache.v_descale.stride():
+        raise ValueError(
+            f"{names['k_descale']} has strides {cache.k_descale.stride()} and {names['v_descale']} "
+            f"{cache.v_descale.stride()}; they must be equal"
+        )
+
+
+def check_buffer(buffer: torch.Tensor, num_bytes: int, H_kv: int) -> None:
+    """The memory of a cache: pages of bytes."""
+    check_count("H_kv", H_kv)
+    if not isinstance(buffer, torch.Tensor) or buffer.dtype not in (torch.uint8, torch.int8):
+        raise TypeError(f"buffer is {described(buffer)}; it must be a tensor of uint8 or int8")
+    if buffer.dim() != 2 or buffer.numel() == 0 or buffer.size(1) < num_bytes or buffer.stride(1) != 1:
+        raise ValueError(
+            f"buffer has shape {tuple(buffer.shape)} and strides {buffer.stride()}; it must be [num_pages, bytes] with "
+            f"at least {num_bytes} bytes a page, page_bytes, which follow each other"
+        )
+    if buffer.stride(0) % 16 and buffer.size(0) > 1:
+        raise ValueError(f"buffer has strides {buffer.stride()}; pages must be multiples of 16 bytes apart")
+    check_no_grad("buffer", buffer)
 
 
 def check_page_tables(
-    block_table: torch.Tensor, cache_seqlens: torch.Tensor, B: int, device: torch.device, table_name: str
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    B: int,
+    device: torch.device,
+    table_name: str,
+    lengths_name: str = "cache_seqlens",
 ) -> None:
     """All of a block table and of lengths but their values."""
-    for name, x, ndim in ((table_name, block_table, 2), ("cache_seqlens", cache_seqlens, 1)):
+    for name, x, ndim in ((table_name, block_table, 2), (lengths_name, cache_seqlens, 1)):
         check_table(name, x, device)
         if x.dim() != ndim or x.size(0) != B or x.numel() == 0:
             shape = f"({B}, pages of a sequence)" if ndim == 2 else f"({B},)"
@@ -161,6 +198,7 @@ def check_kvcache_append(
     cache_seqlens: torch.Tensor,
     layout: str,
     rope: Rope | None,
+    drafts: int = 0,
     names: dict[str, str] = CACHE_NAMES,
 ) -> None:
     """The arguments of `append_kvcache`."""
@@ -177,19 +215,50 @@ def check_kvcache_append(
         raise ValueError(f"k has {H_kv} heads; the cache has {cache.k8.size(1)}")
     check_page_tables(block_table, cache_seqlens, B, k.device, names["block_table"])
     pages, page_size = block_table.size(1), cache.page_size
+    if type(drafts) is not int or not 0 <= drafts <= min(L, page_size // 2):
+        raise ValueError(
+            f"drafts is {drafts!r}; it must be an int in 0..{min(L, page_size // 2)}: at most the new keys of a "
+            f"sequence, and half of a page"
+        )
     if pages * page_size < L:
         raise ValueError(
             f"k has {L} keys; {pages} pages of {page_size}, the width of {names['block_table']}, cannot hold them"
         )
     if rope is not None:
-        check_rope_tables(rope, cache.D, k.device)
-        for name in ("q_positions", "k_positions"):
-            if getattr(rope, name) is not None:
-                raise ValueError(f"rope.{name} is given; it must be None: cache_seqlens says where keys are")
+        check_rope_of_append(rope, cache, k.device)
         check_rotatable("k", k)
     if debugging():
         check_cache_values(cache, block_table, cache_seqlens, names["block_table"], L)
         note_append(cache, block_table, cache_seqlens, L)
+
+
+def check_rope_of_append(rope: Rope, cache: PagedKVCache, device: torch.device) -> None:
+    """Tables of RoPE, without positions."""
+    check_rope_tables(rope, cache.D, device)
+    for name in ("q_positions", "k_positions"):
+        if getattr(rope, name) is not None:
+            raise ValueError(f"rope.{name} is given; it must be None: lengths of sequences say where keys are")
+
+
+def check_open_pages(pages: OpenPages | None, cache: PagedKVCache, block_table: torch.Tensor) -> None:
+    """None, or what `append_kvcache` returned for such a cache and as many sequences."""
+    if pages is not None:
+        sequences = block_table.size(0)
+        width = (pages.keys + 2 * cache.page_size - 2) // cache.page_size
+        made_by = f"append_kvcache returns it of {pages.keys} new keys of {sequences} sequences"
+        check_shapes_of_open_pages(pages, cache, sequences * width, made_by)
+
+
+def check_shapes_of_open_pages(pages: OpenPages, cache: PagedKVCache, count: int, made_by: str) -> None:
+    """So many pages as those of the cache."""
+    for name in ("k8", "v8", "k_descale", "v_descale"):
+        x, of_cache = getattr(pages, name), getattr(cache, name)
+        shape = (count, *of_cache.shape[1:])
+        if x.shape != shape or x.dtype != of_cache.dtype or x.device != of_cache.device or not x.is_contiguous():
+            raise ValueError(
+                f"open_pages.{name} is {x.dtype} {tuple(x.shape)} on {x.device}; it must be contiguous "
+                f"{of_cache.dtype} {shape} on {of_cache.device}, as {made_by}"
+            )
 
 
 def check_kvcache_attention(
@@ -215,3 +284,86 @@ def check_kvcache_attention(
         check_count("num_splits", num_splits)
     if debugging():
         check_cache_values(cache, block_table, cache_seqlens, names["block_table"])
+
+
+def check_drafts(drafts: int, cache: PagedKVCache) -> None:
+    """Up to half of a page."""
+    if type(drafts) is not int or not 0 <= drafts <= cache.page_size // 2:
+        raise ValueError(f"drafts is {drafts!r}; it must be an int in 0..{cache.page_size // 2}, half of a page")
+
+
+def check_step(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    cache: PagedKVCache,
+    cu_seqlens: torch.Tensor,
+    block_table: torch.Tensor,
+    seqlens: torch.Tensor,
+    drafts: int,
+    open_pages: OpenPages | None,
+    out: torch.Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    scores: ScoreOptions,
+    num_splits: int | None,
+    return_lse: bool,
+    rope: Rope | None,
+) -> None:
+    """The arguments of `step`."""
+    check_kv_cache(cache)
+    if (k is None) != (v is None):
+        missing, other = ("k", "v") if k is None else ("v", "k")
+        raise ValueError(f"{missing} is None and {other} is not; new keys and values come together")
+    new = {} if k is None or v is None else {"k": k, "v": v}
+    check_tensors({"q": q, **new}, "[tokens, heads, head dim]")
+    heads = {"q": (q.size(1), cache.D), "k": (cache.k8.size(1), cache.D), "v": (cache.k8.size(1), cache.D_v)}
+    for name, x in {"q": q, **new}.items():
+        H, D = heads[name]
+        if tuple(x.shape) != (q.size(0), H, D) or x.device != cache.k8.device:
+            raise ValueError(
+                f"{name} is {tuple(x.shape)} on {x.device}; with this cache and {q.size(0)} tokens of q it must be "
+                f"{(q.size(0), H, D)} on {cache.k8.device}"
+            )
+    if q.size(1) % cache.k8.size(1):
+        raise ValueError(f"q has {q.size(1)} heads and the cache {cache.k8.size(1)}; q's must be a multiple of these")
+    if q.size(0) > MAX_TOKENS:
+        raise ValueError(f"q has {q.size(0)} tokens; it must have at most {MAX_TOKENS}")
+    check_table("cu_seqlens", cu_seqlens, q.device)
+    if cu_seqlens.dim() != 1 or cu_seqlens.size(0) < 2:
+        raise ValueError(
+            f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be [B + 1], of at least one sequence"
+        )
+    check_page_tables(block_table, seqlens, cu_seqlens.size(0) - 1, q.device, "block_table", "seqlens")
+    check_drafts(drafts, cache)
+    for name, most in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k), ("num_splits", num_splits)):
+        if most is not None:
+            check_count(name, most)
+    check_options(scores, return_lse, None, q.size(1), q.device, IN_DTYPES)
+    if out is not None:
+        shape = (q.size(0), q.size(1), cache.D_v)
+        if not isinstance(out, torch.Tensor):
+            raise TypeError(f"out is {described(out)}; it must be None or a torch.Tensor")
+        good = tuple(out.shape) == shape and out.dtype in IN_DTYPES and out.device == q.device
+        if not good or not out.is_contiguous():
+            raise ValueError(
+                f"out is {out.dtype} {tuple(out.shape)} with strides {out.stride()} on {out.device}; it must be bf16, "
+                f"fp16 or fp32, contiguous, {shape} on {q.device}"
+            )
+        check_no_grad("out", out)
+    if open_pages is not None:
+        if not isinstance(open_pages, OpenPages):
+            raise TypeError(f"open_pages is {described(open_pages)}; it must be None or made by step_open_pages")
+        if open_pages.drafts != drafts:
+            raise ValueError(f"open_pages.drafts is {open_pages.drafts}; it must be {drafts}, as drafts is")
+        count = open_page_count(q.size(0), cu_seqlens.size(0) - 1, cache.page_size, drafts)
+        check_shapes_of_open_pages(
+            open_pages, cache, count, "step_open_pages makes it for as many tokens and sequences"
+        )
+    if rope is not None:
+        check_rope_of_append(rope, cache, q.device)
+        if k is None:
+            raise ValueError("rope is given, and k is None; it rotates new keys alone")
+        check_rotatable("k", k.unsqueeze(0))
+    if debugging():
+        check_step_values(cache, cu_seqlens, block_table, seqlens, q.size(0), appends=k is not None)

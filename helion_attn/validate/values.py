@@ -43,16 +43,48 @@ def check_cache_values(
 ) -> None:
     """Lengths that the block table holds, and pages that the pool has; `new_keys` are appended to each sequence."""
     lengths = _read(cache_seqlens)
-    if lengths is None:
+    if lengths is not None:
+        _check_pages(cache, block_table, lengths, [new_keys] * len(lengths), table_name)
+
+
+def check_step_values(
+    cache: PagedKVCache,
+    cu_seqlens: torch.Tensor,
+    block_table: torch.Tensor,
+    seqlens: torch.Tensor,
+    tokens: int,
+    appends: bool,
+) -> None:
+    """Tokens of sequences that there are, lengths that count them, and pages that the pool has."""
+    check_cu_seqlens("cu_seqlens", cu_seqlens, tokens)
+    begins, lengths = _read(cu_seqlens), _read(seqlens)
+    if begins is None or lengths is None:
         return
+    new = [end - begin for begin, end in itertools.pairwise(begins)]
+    for b, (length, count) in enumerate(zip(lengths, new, strict=True)):
+        if 0 < length < count:
+            raise ValueError(
+                f"seqlens[{b}] is {length}, and cu_seqlens gives the sequence {count} tokens, which it must count; 0 "
+                f"is padding"
+            )
+    # Padding has no pages.
+    known = [b for b, length in enumerate(lengths) if length > 0]
+    before = [lengths[b] - new[b] * appends for b in known]
+    _check_pages(cache, block_table[known], before, [new[b] * appends for b in known], "block_table")
+
+
+def _check_pages(
+    cache: PagedKVCache, block_table: torch.Tensor, lengths: list[int], new: list[int], table_name: str
+) -> None:
+    """Pages of the pool for all keys of each sequence, and pages of their own for new ones."""
     room = block_table.size(1) * cache.page_size
     pages, page_size, written = cache.k8.size(0), cache.page_size, dict[int, int]()
-    for b, length in enumerate(lengths):
+    for b, (length, new_keys) in enumerate(zip(lengths, new, strict=True)):
         if not 0 <= length <= room - new_keys:
-            new = f" beside the {new_keys} new ones" if new_keys else ""
+            beside = f" beside the {new_keys} new ones" if new_keys else ""
             raise ValueError(
                 f"cache_seqlens[{b}] is {length}; it must lie in 0..{room - new_keys}: {table_name} has "
-                f"{block_table.size(1)} pages of {page_size} keys a sequence{new}"
+                f"{block_table.size(1)} pages of {page_size} keys a sequence{beside}"
             )
         for i, page in enumerate(_read(block_table[b, : -(-(length + new_keys) // page_size)]) or ()):
             if not 0 <= page < pages:

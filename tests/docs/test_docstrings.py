@@ -19,7 +19,7 @@ import torch.distributed as dist
 import helion_attn as ha
 
 MODULES: dict[str, ModuleType] = {"ha": ha, "ha.masks": ha.masks, "ha.pages": ha.pages, "ha.reference": ha.reference}
-MODULES["ha.distributed"] = ha.distributed
+MODULES |= {"ha.distributed": ha.distributed, "ha.kv_cache": ha.kv_cache}
 
 PUBLIC: dict[str, Any] = {
     f"{prefix}.{name}": getattr(module, name)
@@ -80,7 +80,7 @@ def test_example(name: str) -> None:
     """It is there, names what it is an example of, and runs."""
     code = example(PUBLIC[name])
     assert code, f"{name} has no example"
-    made_by = {"ha.PagedKVCache": "ha.paged_kv_cache"}
+    made_by = {"ha.PagedKVCache": "ha.paged_kv_cache", "ha.OpenPages": "ha.append_kvcache"}
     assert {name, made_by.get(name, name)} & names_in(code), f"the example does not name {name}"
     if name in NEEDED:
         pytest.importorskip(NEEDED[name])

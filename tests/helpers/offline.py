@@ -476,10 +476,11 @@ def compile_decode(
     causal: bool = True,
     k_mean: bool = False,
     channel_factors: bool = False,
+    open_pages: bool = False,
 ) -> list[Sm90Kernel]:
     """The kernel of `attention_kvcache`, and the one that merges splits if there are any; 8 KV heads.
 
-    `masked`: with a window, a softcap and sinks.
+    `masked`: with a window, a softcap and sinks. `open_pages`: of an append of as many keys.
     """
 
     def launch() -> None:
@@ -489,6 +490,11 @@ def compile_decode(
             masks: dict[str, Any] = {"window": (1000, 0), "softcap": 30.0, "sinks": fake_cuda(H)} if masked else {}
             cache = fake_cache(num_pages, 8, D, D_v, recipe, k_mean, channel_factors)
             options: dict[str, Any] = {"num_splits": num_splits, "return_lse": return_lse, "causal": causal} | masks
+            if open_pages:
+                pages = fake_cache(64 * -(-(M + cache.page_size - 1) // cache.page_size), 8, D, D_v, recipe)
+                options["open_pages"] = ha.OpenPages(
+                    pages.k8, pages.v8, pages.k_descale, pages.v_descale, keys=M, drafts=0
+                )
             ha.attention_kvcache(q, cache, table, seqlens, **options)
 
     return compile_for_sm90(launch)
@@ -497,6 +503,23 @@ def compile_decode(
 def every_third(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
     """A view whose last dimension has a stride of 3."""
     return fake_cuda(*shape, 3, dtype=dtype).unbind(-1)[0]
+
+
+def compile_step(
+    D: int, H: int, tokens: int, sequences: int, num_splits: int, recipe: ha.Recipe = ha.BALANCED, drafts: int = 0
+) -> list[Sm90Kernel]:
+    """The kernels of `kv_cache.step` on 8 KV heads, in their order."""
+
+    def launch() -> None:
+        q = fake_cuda(tokens, H, D, dtype=torch.bfloat16)
+        k, v = (fake_cuda(tokens, 8, D, dtype=torch.bfloat16) for _ in range(2))
+        table, seqlens = fake_cuda(sequences, 32, dtype=torch.int32), fake_cuda(sequences, dtype=torch.int32)
+        cu_seqlens = fake_cuda(sequences + 1, dtype=torch.int32)
+        with launching():
+            cache = fake_cache(2048, 8, D, D, recipe)
+            ha.kv_cache.step(q, k, v, cache, cu_seqlens, table, seqlens, num_splits=num_splits, drafts=drafts)
+
+    return compile_for_sm90(launch)
 
 
 def compile_append(
@@ -508,8 +531,8 @@ def compile_append(
     strided: bool = False,
     k_mean: bool = False,
     channel_factors: bool = False,
-) -> Sm90Kernel:
-    """The kernel of `append_kvcache` for `L` new keys a sequence; with RoPE if `interleaved` is not None.
+) -> list[Sm90Kernel]:
+    """The two kernels of `append_kvcache` for `L` new keys a sequence; with RoPE if `interleaved` is not None.
 
     `strided`: neighbouring channels of K and V are not neighbours in memory.
     """
@@ -523,5 +546,4 @@ def compile_append(
             cache = fake_cache(2048, 8, D, D, recipe, k_mean, channel_factors)
             ha.append_kvcache(cache, k, v, table, seqlens, rope=rope)
 
-    (kernel,) = compile_for_sm90(launch)
-    return kernel
+    return compile_for_sm90(launch)

@@ -100,7 +100,10 @@ def test_decoding_is_attention_of_what_the_cache_holds(name: str, monkeypatch: p
             for b, at in enumerate(lengths.tolist()):
                 x[b, :, at : at + new.size(2)] = new[b]
 
-    def attend(q: Any, cache: Any, table: Any, lengths: Any, *, layout: Layout, **options: Any) -> torch.Tensor:
+    def attend(
+        q: Any, cache: Any, table: Any, lengths: Any, *, layout: Layout, open_pages: None, **options: Any
+    ) -> torch.Tensor:
+        assert open_pages is None
         held = kept[id(cache.k8)]
         rows = []
         for b, n in enumerate(lengths.tolist()):
@@ -133,9 +136,9 @@ def test_generate_grows_the_pool(recipe: Any, monkeypatch: pytest.MonkeyPatch) -
     appended: list[int] = []
     append = ha.append_kvcache
 
-    def counted(cache: Any, k: torch.Tensor, *rest: Any) -> None:
+    def counted(cache: Any, k: torch.Tensor, *rest: Any) -> ha.OpenPages:
         appended.append(k.size(2))
-        append(cache, k, *rest)
+        return append(cache, k, *rest)
 
     monkeypatch.setattr(module, "append_kvcache", counted)
     monkeypatch.setattr("helion_attn.integrations.transformers.attention", ha.reference.fp8_attention)

@@ -157,7 +157,7 @@ def of_the_tile(visible: Any, *args: Any) -> Any:
     [
         ("line_of_page", rounded_where_nothing_is_seen, 64, 1),
         ("sums_of_page", in_another_order, 256, 1),
-        ("in_run_of_query", of_the_tile, 64, 3),
+        ("in_split_of_query", of_the_tile, 64, 3),
     ],
 )
 def test_the_check_can_fail(name: str, mutation: Callable[..., Any], D: int, splits: int, monkeypatch: Any) -> None:

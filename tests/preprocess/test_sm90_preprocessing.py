@@ -215,8 +215,11 @@ def test_packing() -> None:
 @pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(("D", "dtype"), [*((D, BF16) for D in (*SUPPORTED_D, MAX_PAGE_D)), (64, FP32)])
 def test_appending(D: int, dtype: torch.dtype) -> None:
-    kernel = compile_append(D, dtype)
+    kernel, closing = compile_append(D, dtype)
     assert_sound(kernel)
+    assert_sound(closing)
+    assert 16 in widths(closing, "LDG"), "reads pages narrowly"
+    assert 16 in widths(closing, "STG"), "stores pages narrowly"
     assert 16 in widths(kernel, "LDG"), "reads narrowly"
     # 16 keys of 32 or 64 channels are few for 128 threads.
     assert max(widths(kernel, "STG")) >= {32: 4, 64: 8}.get(D, 16), "stores V a byte at a time"
@@ -225,7 +228,7 @@ def test_appending(D: int, dtype: torch.dtype) -> None:
 @pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("D", [40, 147])
 def test_appending_strided_padded_channels(D: int) -> None:
-    assert_sound(compile_append(D, torch.float16, L=600, strided=True))
+    assert_sound(compile_append(D, torch.float16, L=600, strided=True)[0])
 
 
 #: (D, dtype, interleaved or None for no RoPE, recipe).
@@ -240,7 +243,7 @@ PROMPTS = [
 @pytest.mark.parametrize(("D", "dtype", "interleaved", "recipe"), PROMPTS)
 def test_appending_a_prompt(D: int, dtype: torch.dtype, interleaved: bool | None, recipe: ha.Recipe) -> None:
     """Loads of K and V are on their way at once, of three programs enough for the memory's bandwidth: 40 KB an SM."""
-    kernel = compile_append(D, dtype, interleaved, L=4096, recipe=recipe, k_mean=recipe == ha.BALANCED)
+    kernel, _ = compile_append(D, dtype, interleaved, L=4096, recipe=recipe, k_mean=recipe == ha.BALANCED)
     assert_sound(kernel)
     # K's and V's 8192 bytes each. A byte at a time go V at the ends, and zeros to a page's end.
     assert kernel.sass.count("STG.E.128") == 2 * PROMPT_NUMBERS // (16 * 128), "stores K or V narrowly"

@@ -53,6 +53,8 @@ def with_hoisted_q_scale(loop: Loop) -> tuple[list[str], str]:
         found = _CONVERSION.match(lines[at])
         if at < begin or found is None:
             continue
+        if len({*re.findall(r"dim = (\d+)", lines[at])}) > 1:
+            continue  # rows of a transposed tile
         result, value, old, new = found.groups()
         inside, outside, wanted, of_scores = [], [], [value], False
         while wanted:

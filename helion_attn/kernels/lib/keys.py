@@ -164,7 +164,7 @@ def split_kv_range(
 
 def known_keys(
     cache_seqlens: torch.Tensor,  # [B]
-    b: int,
+    b: Int,
     max_pages: int,
     bn: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -175,6 +175,54 @@ def known_keys(
     given = hl.load(cache_seqlens, [b])
     known = (given >= 0) & (given <= int32(max_pages * bn))
     return torch.where(known, given, int32(0)), known
+
+
+def queries_of_sequence(
+    cu_seqlens: torch.Tensor,  # [B + 1]
+    seqlens: torch.Tensor,  # [B]
+    b: Int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first token of a sequence of a packed batch, and how many it has, []: none if it is padding."""
+    first, keys = hl.load(cu_seqlens, [b]), hl.load(seqlens, [b])
+    return first, torch.where(keys > 0, hl.load(cu_seqlens, [b + 1]) - first, 0)
+
+
+def queries_of_batch(
+    cu_seqlens: torch.Tensor,  # [B + 1]
+    seqlens: torch.Tensor,  # [B]
+    B: int,
+    batch: hl.constexpr,
+) -> torch.Tensor:
+    """The tokens of all sequences of a packed batch, [batch]."""
+    b = hl.arange(batch)
+    there = b < B
+    first, end = hl.load(cu_seqlens, [b], extra_mask=there), hl.load(cu_seqlens, [b + 1], extra_mask=there)
+    return torch.where(there & (hl.load(seqlens, [b], extra_mask=there) > 0), end - first, 0)
+
+
+def keys_of_batch(
+    seqlens: torch.Tensor,  # [B]
+    B: int,
+    batch: hl.constexpr,
+) -> torch.Tensor:
+    """The keys of all sequences of a packed batch, [batch]."""
+    b = hl.arange(batch)
+    return hl.load(seqlens, [b], extra_mask=b < B)
+
+
+def sequence_of(
+    counts: torch.Tensor,  # [batch]
+    at: Int,
+    batch: hl.constexpr,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whose program number `at` is if each sequence has so many: the sequence, and the number among its own, [].
+
+    Behind the last one: `batch`, and -1.
+    """
+    before = (hl.cumsum(counts, 0).to(torch.int32) <= int32(at)).to(torch.int32)
+    b = before.sum(0).to(torch.int32)
+    own = int32(at) - (before * counts).sum(0).to(torch.int32)
+    return b, torch.where(b < batch, own, -1)
 
 
 def page_of(

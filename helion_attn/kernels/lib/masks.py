@@ -75,7 +75,7 @@ def masked_scores(
     visible: torch.Tensor,  # [bm, bn] or [1, bn]
     bm: int,
     bn: int,
-    spec: AttentionSpec | PagedSpec,
+    spec: AttentionSpec,
 ) -> torch.Tensor:
     """Scores, -inf where they are not visible."""
     if spec.half_scores and spec.is_cuda:

@@ -26,7 +26,7 @@ class Rows(NamedTuple):
         m_block: their block, of all of a head's.
         begin: the first row, and so `end`: in the output.
         end: where the rows of the head, the chunk or the sequence end.
-        diagonal: the key on the first row's diagonal: of those that a causal mask shows it, the last.
+        diagonal: the key that a causal mask shows the first row last.
         queries: how many queries there are at most.
         mean_row: the row of V's mean.
         descale_row: the row of V's descale, and of K's if a head has one.

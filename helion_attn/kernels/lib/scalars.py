@@ -13,7 +13,7 @@ from helion_attn.compiler.helion_adapter import helion_builtins, hl
 Int = Any
 
 
-def int32(n: int) -> torch.Tensor:
+def int32(n: Int) -> torch.Tensor:
     """A run-time int as a scalar tensor; as it is, it would make 64 bits of those that it is added to."""
     return hl.full([], n, dtype=torch.int32)
 

@@ -25,7 +25,7 @@ from helion_attn.kernels.lib.inline_asm import (
     minimum,
     pair_of_halves,
 )
-from helion_attn.kernels.lib.specs import AttentionSpec, PagedSpec
+from helion_attn.kernels.lib.specs import AttentionSpec
 from helion_attn.numerics import E4M3_BITS_OF_ONE, E4M3_STEPS, FP16_LARGE, FP16_TINY, FP32_TINY
 
 
@@ -54,7 +54,7 @@ def largest_scores(
     s: torch.Tensor,  # [bm, bn], or with half_scores `pack_half2`
     bm: int,
     bn: int,
-    spec: AttentionSpec | PagedSpec,
+    spec: AttentionSpec,
 ) -> torch.Tensor:
     """The largest score of a row, fp32 [bm], `softmax_bias` too large as they are."""
     if spec.softmax_bias:
@@ -149,7 +149,7 @@ def p_of_line(
     offset: torch.Tensor,  # [bm]
     bm: int,
     bn: int,
-    spec: AttentionSpec | PagedSpec,
+    spec: AttentionSpec,
 ) -> torch.Tensor:
     """P in e4m3, [bm, bn], keys in V's order: its bits are s * scale + offset, with `half_scores` numbers of fp16."""
     half, is_cuda = spec.half_scores, spec.is_cuda

@@ -196,19 +196,20 @@ class PagedSpec(NamedTuple):
         in_halves: P V is two products, of half of a program's channels each.
         d_in_halves: Q and K have two pieces, of half of their channels each.
         v_parts: parts of V's channels, a program each; 1 in `fp8_attn_decode`.
-        in_runs: the pages of a query are split over programs.
+        is_split_kv: the pages of a query are split over programs.
+        has_open_pages: some pages come from `OpenPages`.
+        batch: a power of two that holds the sequences of a packed batch, which have different numbers of queries; or 0.
         d: head dim of Q.
         d_step: from a channel of Q to the next.
         unit: what Q's other steps are multiples of.
         equalise: Q's channels are multiplied by the cache's factors.
         q_largest: the largest magnitude of a quantised row.
-        int8_keys: Q and K are int8, and a key's descale is a score's factor.
+        int8_keys: Q and K are int8.
         s_bias: how much too large scores are as the tensor core gives them.
         largest_score: of the products of quantised rows.
         may_be_wide: no softcap keeps scores within `MAX_PAGE_SCORE_LOG2`.
-        shift_lse: K's mean took a product with each row from its scores, and somebody sees it.
+        has_lse_shift: K's mean took a product with each row from its scores, and a softcap, a sink or the lse needs it.
         p_bits: P's bits come from scores, and row sums are of the rounded P.
-        half_scores: scores of keys with their page's base are fp16; not with `int8_keys`.
         p_steps: an octave of P on the line that a score is taken to: `E4M3_STEPS` with `p_bits`, or 1.
         p_one: and where P is 1 on it.
         p_offset_log2: and the rest, as in `AttentionSpec`.
@@ -219,7 +220,9 @@ class PagedSpec(NamedTuple):
     in_halves: bool
     d_in_halves: bool
     v_parts: int
-    in_runs: bool
+    is_split_kv: bool
+    has_open_pages: bool
+    batch: int
     d: int
     d_step: int
     unit: int
@@ -229,9 +232,8 @@ class PagedSpec(NamedTuple):
     s_bias: float
     largest_score: float
     may_be_wide: bool
-    shift_lse: bool
+    has_lse_shift: bool
     p_bits: bool
-    half_scores: bool
     p_steps: float
     p_one: float
     p_offset_log2: float
@@ -242,34 +244,14 @@ class PagedSpec(NamedTuple):
     is_cuda: bool
 
     @property
-    def of_fp32_scores(self) -> PagedSpec:
-        """The spec for keys with descales of their own."""
-        return self._replace(half_scores=False)
-
-    @property
-    def softmax_bias(self) -> float:
-        """How much too large the softmax's input is: the scores' bias is off before."""
-        return 0.0
-
-    @property
-    def softmax_row_descales(self) -> bool:
-        """Whether the softmax's input has a scale a row."""
-        return True
-
-    @property
-    def block_sparse(self) -> bool:
-        """Whether a program's key blocks are those of a list: the block table."""
-        return True
-
-    @property
     def shifts_scores(self) -> bool:
         """Whether `lse_shift` is added to scores: a softmax can do without, tanh cannot."""
-        return self.shift_lse and self.has_softcap
+        return self.has_lse_shift and self.has_softcap
 
     @property
     def shifts_lse(self) -> bool:
         """Whether `lse_shift` is added to the lse: with a softcap scores have it already."""
-        return self.shift_lse and not self.has_softcap
+        return self.has_lse_shift and not self.has_softcap
 
     @property
     def sum_rows(self) -> int:

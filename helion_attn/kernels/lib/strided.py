@@ -13,6 +13,8 @@ import torch
 
 from helion_attn.compiler.helion_adapter import hl
 from helion_attn.configs import Packing
+from helion_attn.kernels.lib.scalars import Int
+from helion_attn.types import PagedKVCache
 
 #: Bytes.
 WIDEST_LOAD = 16
@@ -52,6 +54,12 @@ def strided_rows(x: torch.Tensor, unit: int) -> StridedRows:
     b, h, s, d = x.stride()
     extent = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     return StridedRows(x.as_strided((extent,), (1,)), b // unit, h // unit, s // unit, d)
+
+
+def flat_memory(x: torch.Tensor) -> torch.Tensor:
+    """View a tensor, from its first element to its last, as flat memory. Copies nothing."""
+    extent = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return x.as_strided((extent,), (1,))
 
 
 class StridedQKV(NamedTuple):
@@ -138,3 +146,33 @@ def load_rows(
     offsets = head_offset + rows.unsqueeze(1) * row_step + cols.unsqueeze(0) * d_step
     keep = (rows < size).unsqueeze(1) & (cols < d).unsqueeze(0)
     return hl.load(flat, [offsets], extra_mask=keep).to(torch.float32)
+
+
+class PageSteps(NamedTuple):
+    """From a page of a cache to the next, and from a head to the next, in 16 bytes: of K, of V, and of descales."""
+
+    k_page: int
+    k_head: int
+    v_page: int
+    v_head: int
+    descale_page: int
+    descale_head: int
+
+
+def page_steps(cache: PagedKVCache) -> PageSteps:
+    """How far apart a cache's pages and heads lie."""
+    tensors = cache.k8, cache.v8, cache.k_descale
+    return PageSteps(*(step * x.itemsize // WIDEST_LOAD for x in tensors for step in x.stride()[:2]))
+
+
+def page_begins(page: torch.Tensor, h: Int, steps: PageSteps) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where a head's K, V and descales of a page begin, [], in elements: multiples of 16 bytes, as Triton sees.
+
+    In 64 bits: a pool may have more than 2**31 elements.
+    """
+    at = page.to(torch.int64)
+    return (
+        (at * steps.k_page + h * steps.k_head) * 16,
+        (at * steps.v_page + h * steps.v_head) * 16,
+        (at * steps.descale_page + h * steps.descale_head) * 4,
+    )

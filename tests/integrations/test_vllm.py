@@ -1,0 +1,202 @@
+"""The backend for vLLM, on its own classes: batches of prompts, chunks, decodes, drafts and padding."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import types
+from typing import Any
+
+import pytest
+import torch
+
+import helion_attn as ha
+from helion_attn.integrations import vllm as plugin
+
+INSTALLED = importlib.util.find_spec("vllm") is not None
+
+with_vllm = pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed: make test-vllm")
+
+PAGE = 128
+
+
+@pytest.fixture(scope="module")
+def backend() -> Any:
+    """The backend's class, as vLLM finds it."""
+    if not torch.cuda.is_available():
+        from helpers import vllm_on_cpu
+
+        vllm_on_cpu.install()
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    plugin.register()
+    return AttentionBackendEnum.CUSTOM.get_class()
+
+
+def test_generations() -> None:
+    assert plugin.generation_of("0.26.0") == plugin.generation_of("0.25.1") == "vllm_0_26"
+    assert plugin.generation_of("0.24.0") is plugin.generation_of("1.0") is None
+
+
+def test_an_unknown_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from helion_attn.integrations.vllm import unknown_release
+
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "9.9.0")
+    (reason,) = unknown_release.HelionBackend.validate_configuration(head_size=64)
+    assert "9.9.0" in reason
+    assert "0.26" in reason
+    with pytest.raises(NotImplementedError, match=r"9\.9\.0"):
+        unknown_release.HelionBackend.get_name()
+
+
+GOOD: dict[str, Any] = {
+    "head_size": 128,
+    "dtype": torch.bfloat16,
+    "kv_cache_dtype": "int8_per_token_head",
+    "block_size": PAGE,
+    "use_mla": False,
+    "has_sink": True,
+    "use_sparse": False,
+    "use_mm_prefix": False,
+    "use_per_head_quant_scales": False,
+    "device_capability": (9, 0),
+    "attn_type": "decoder",
+    "has_sliding_window": True,
+    "use_batch_invariant": True,
+}
+
+
+@with_vllm
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({}, ""),
+        ({"kv_cache_dtype": "fp8_per_token_head", "head_size": 64}, ""),
+        ({"use_kv_connector": True}, ""),
+        ({"head_size": 80}, "head_size"),
+        ({"dtype": torch.float32}, "dtype"),
+        ({"kv_cache_dtype": "auto"}, "kv_cache_dtype"),
+        ({"use_mla": True}, "MLA"),
+        ({"use_mm_prefix": True}, "multimodal"),
+        ({"device_capability": (10, 0)}, "capability"),
+        ({"attn_type": "encoder_only"}, "encoder_only"),
+        ({"use_non_causal": True}, "non-causal"),
+    ],
+)
+def test_what_cannot_run_is_refused_at_the_start(backend: Any, changed: dict[str, Any], reason: str) -> None:
+    found = backend.validate_configuration(**GOOD | changed)
+    assert [x for x in found if reason in x] == found
+    assert bool(found) == bool(reason)
+
+
+@with_vllm
+def test_what_a_layer_cannot_have_is_refused(backend: Any) -> None:
+    impl = backend.get_impl_cls()
+    with pytest.raises(NotImplementedError, match="ALiBi"):
+        impl(4, 64, 0.125, 2, [1.0] * 4)
+    with pytest.raises(NotImplementedError, match="decoders"):
+        impl(4, 64, 0.125, 2, attn_type="encoder")
+
+
+class Server:
+    """A layer of vLLM's, its memory, and what its sequences have seen."""
+
+    def __init__(self, backend: Any, dtype: str, H: int, H_kv: int, D: int, device: str, drafts: int, **options: Any):
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
+
+        storage = torch.int8 if dtype.startswith("int8") else torch.uint8
+        spec = FullAttentionSpec(
+            block_size=PAGE, num_kv_heads=H_kv, head_size=D, dtype=storage, kv_quant_mode=get_kv_quant_mode(dtype)
+        )
+        shape = backend.get_kv_cache_shape(12, PAGE, H_kv, D, cache_dtype_str=dtype)
+        assert shape[1] == spec.page_size_bytes
+        self.memory = torch.full((12 * spec.page_size_bytes,), -1, dtype=torch.int8, device=device)
+        self.memory = self.memory.view(storage).view(shape)
+        speculative = types.SimpleNamespace(num_speculative_tokens=drafts) if drafts else None
+        config = types.SimpleNamespace(
+            speculative_config=speculative, compilation_config=types.SimpleNamespace(static_forward_context={})
+        )
+        self.builder = backend.get_builder_cls()(spec, ["layer"], config, torch.device(device))
+        self.impl = backend.get_impl_cls()(H, D, D**-0.5, H_kv, kv_cache_dtype=dtype, **options)
+        self.impl.process_weights_after_loading(torch.bfloat16)
+        self.H, self.H_kv, self.D, self.device = H, H_kv, D, device
+        self.table = torch.tensor([[3, 7, 1], [5, 2, 9], [4, 8, 11]], dtype=torch.int32)
+        self.generator = torch.Generator().manual_seed(0)
+        self.keys = [torch.zeros(H_kv, 0, D)] * 3
+        self.values = list(self.keys)
+
+    def step(self, new: dict[int, int], padding: int = 0, rejected: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Run a batch of new tokens by sequence; give the output of each, and the oracle's, [H, tokens, D]."""
+        from vllm.v1.attention.backend import CommonAttentionMetadata
+
+        lengths = [*new.values()] + [0] * padding
+        tokens = sum(lengths) + padding
+        q, k, v = (
+            torch.randn(tokens, h, self.D, generator=self.generator).to(torch.bfloat16)
+            for h in (self.H, self.H_kv, self.H_kv)
+        )
+        ends = [0, *itertools.accumulate(lengths)]
+        for b, begin, end in zip(new, ends, ends[1:], strict=False):
+            self.keys[b] = torch.cat([self.keys[b], k[begin:end].transpose(0, 1)], 1)
+            self.values[b] = torch.cat([self.values[b], v[begin:end].transpose(0, 1)], 1)
+        seq_lens = torch.tensor([self.keys[b].size(1) for b in new] + [0] * padding, dtype=torch.int32)
+        rows = [self.table[b] for b in new] + [torch.zeros(3, dtype=torch.int32)] * padding
+        start = torch.tensor(ends, dtype=torch.int32)
+        batch = CommonAttentionMetadata(
+            query_start_loc=start.to(self.device), query_start_loc_cpu=start, seq_lens=seq_lens.to(self.device),
+            num_reqs=len(lengths), num_actual_tokens=tokens, max_query_len=max(lengths),
+            max_seq_len=int(seq_lens.max()),
+            block_table_tensor=torch.stack(rows).to(self.device),
+            slot_mapping=torch.zeros(tokens, dtype=torch.int64, device=self.device),
+        )  # fmt: skip
+        out = torch.full((tokens, self.H, self.D), float("nan"), dtype=torch.bfloat16, device=self.device)
+        on_device = (x.to(self.device) for x in (q, k, v))
+        self.impl.forward(None, *on_device, self.memory, self.builder.build(0, batch), out)
+        found = []
+        for b, begin, end in zip(new, ends, ends[1:], strict=False):
+            sinks = None if self.impl.sinks is None else self.impl.sinks.cpu()
+            expected = ha.reference.attention(
+                q[begin:end].transpose(0, 1)[None], self.keys[b][None], self.values[b][None], causal=True,
+                window=self.impl.window, softcap=self.impl.softcap, sinks=sinks,
+            )  # fmt: skip
+            found.append((out[begin:end].transpose(0, 1).cpu(), expected[0]))
+            if rejected:
+                self.keys[b], self.values[b] = (x[b][:, :-rejected] for x in (self.keys, self.values))
+        return found
+
+
+def worst(results: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """The largest error of a sequence."""
+    errors = [(out.double() - expected).norm() / expected.norm() for out, expected in results]
+    # Also of NaN, which Python's max may pass over.
+    return torch.stack(errors).max().item()
+
+
+CASES: list[tuple[str, int, int, int, dict[str, Any]]] = [
+    ("int8_per_token_head", 4, 2, 64, {}),
+    ("fp8_per_token_head", 4, 1, 128, {"sliding_window": 100, "logits_soft_cap": 30.0}),
+    ("int8_per_token_head", 2, 2, 256, {"sinks": torch.tensor([0.5, 3.0], dtype=torch.bfloat16)}),
+]
+
+
+@with_vllm
+@pytest.mark.parametrize(("dtype", "H", "H_kv", "D", "options"), CASES)
+def test_batches(backend: Any, dtype: str, H: int, H_kv: int, D: int, options: dict[str, Any], device: str) -> None:
+    """Errors are within 1.5 times what 8 bits give N(0, 1): some sequences have one query."""
+    server = Server(backend, dtype, H, H_kv, D, device, drafts=0, **options)
+    bound = 0.06 if dtype.startswith("int8") else 0.1
+    for new, padding in (
+        ({0: 150, 1: 20}, 0),
+        ({0: 1, 1: 1, 2: 130}, 0),
+        ({0: 1, 1: 60, 2: 70}, 0),
+        ({0: 1, 1: 1, 2: 1}, 1),
+    ):
+        assert worst(server.step(new, padding)) < bound
+
+
+@with_vllm
+def test_drafts_that_are_rejected_across_a_page(backend: Any, device: str) -> None:
+    server = Server(backend, "int8_per_token_head", 4, 2, 64, device, drafts=3)
+    server.step({0: 126, 1: 7})
+    for rejected in (3, 2, 0, 3):
+        assert worst(server.step({0: 4, 1: 4}, rejected=rejected)) < 0.06
