@@ -64,6 +64,7 @@ from helion_attn.kernels.lib.paged import (
     in_open_pages,
     in_split_of_query,
     k_of_page,
+    largest_of,
     launch_paged,
     line_of_page,
     log2_of_power,
@@ -270,6 +271,7 @@ def fp8_attn_decode(
 
         m_i = hl.full([spec.rows], NO_KEY, dtype=torch.float32)
         m_run = m_i
+        line_bias = hl.full([], spec.line_bias, dtype=torch.float32)
         # Sums by a product are in 64 rows that are all the same, others reduced across lanes once, after the loops.
         l_i = hl.zeros([spec.sum_rows, spec.rows] if spec.p_bits else [4, 4, spec.rows], dtype=torch.float32)
         # [D_v_pad, rows], or each half of it
@@ -305,7 +307,7 @@ def fp8_attn_decode(
             page_k, page_v = descales_of_page(k_descale, v_descale, page_again, page_step, h, head_step, spec.is_cuda)
             v_log2 = log2_of_power(page_v)
             row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
-            s, scale_log2 = page_scores(s - spec.s_bias, row_scale_log2 * page_k, shift, scales, 0, spec)
+            s, scale_log2 = page_scores(s, row_scale_log2 * page_k, shift, scales, 0, spec)
             edge = torch.maximum(n_left - int32(j), int32(j + 1) - n_whole)
             if edge > 0:
                 key = (j * bn + hl.arange(bn)).to(torch.int32)
@@ -316,11 +318,14 @@ def fp8_attn_decode(
                     visible = visible & (there.to(torch.int32) == 0).unsqueeze(1)
                 s = torch.where(visible.transpose(0, 1), s, float("-inf"))
             m_before = m_i
-            m_run, m_i, scale, offset, largest, top = line_of_page(s, scale_log2, v_log2, m_run, m_i, 0, spec)
+            largest = largest_of(s, 0, spec.line_bias)
+            m_run, m_i, scale, offset, top = line_of_page(largest, line_bias, scale_log2, v_log2, m_run, m_i, spec)
             if spec.may_be_wide:
                 wide = may_be_wide(largest_q_scale_log2, page_k, scales, spec)
                 if wide > 0:
-                    s, scale, offset = wide_line(s, scale_log2, v_log2, m_i, scale, offset, largest, top, 0, spec)
+                    s, scale, offset = wide_line(
+                        s, scale_log2, v_log2, m_i, scale, offset, largest, line_bias, top, 0, spec
+                    )
             # [bn, rows]
             line = fma(s, scale.unsqueeze(0), offset.unsqueeze(0), spec.is_cuda)
             # [1, rows]
@@ -370,8 +375,8 @@ def fp8_attn_decode(
                     k_descale, v_descale, (page.to(torch.int64) * page_step + h * head_step) // FP32_BYTES, bn
                 )
             row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
-            s, scale_log2, v_log2 = scores_by_form(
-                s - spec.s_bias, row_scale_log2, own_k, own_v, page_k, page_v, is_open, shift, scales, 0, spec
+            s, scale_log2, v_log2, bias = scores_by_form(
+                s, row_scale_log2, own_k, own_v, page_k, page_v, is_open, shift, scales, 0, spec
             )
             key = jt * bn + hl.arange(bn, dtype=torch.int32)
             visible = visible_keys(key, diagonal + i, n_len, left, right, spec)
@@ -381,9 +386,10 @@ def fp8_attn_decode(
                 visible = visible & (there.to(torch.int32) == elsewhere).unsqueeze(1)
             s = torch.where(visible.transpose(0, 1), s, float("-inf"))
             m_before = m_i
-            m_run, m_i, scale, offset, largest, top = line_of_page(s, scale_log2, v_log2, m_run, m_i, 0, spec)
+            largest = largest_of(s, 0, 0.0)
+            m_run, m_i, scale, offset, top = line_of_page(largest, bias, scale_log2, v_log2, m_run, m_i, spec)
             if spec.may_be_wide:
-                s, scale, offset = wide_line(s, scale_log2, v_log2, m_i, scale, offset, largest, top, 0, spec)
+                s, scale, offset = wide_line(s, scale_log2, v_log2, m_i, scale, offset, largest, bias, top, 0, spec)
             # [bn, rows]
             line = fma(s, scale.unsqueeze(0), offset.unsqueeze(0), spec.is_cuda)
             # [1, rows]

@@ -46,6 +46,7 @@ from helion_attn.kernels.lib.paged import (
     in_open_pages,
     in_split_of_query,
     k_of_page,
+    largest_of,
     launch_paged,
     line_of_page,
     log2_of_power,
@@ -277,6 +278,7 @@ def fp8_attn_prefill(
 
         m_i = hl.full([spec.rows], NO_KEY, dtype=torch.float32)
         m_run = m_i
+        line_bias = hl.full([], spec.line_bias, dtype=torch.float32)
         # Sums in P V's product are whole; others are reduced across lanes once, after the loops.
         l_i = hl.zeros([spec.rows] if spec.p_bits else [4, 4, spec.rows], dtype=torch.float32)
         # [bm, d_v_tile]: the program's channels, or each half of them
@@ -313,7 +315,7 @@ def fp8_attn_prefill(
             page_k, page_v = descales_of_page(k_descale, v_descale, page_again, page_step, h, head_step, spec.is_cuda)
             v_log2 = log2_of_power(page_v)
             row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
-            s, scale_log2 = page_scores(s - spec.s_bias, row_scale_log2 * page_k, shift, scales, 1, spec)
+            s, scale_log2 = page_scores(s, row_scale_log2 * page_k, shift, scales, 1, spec)
             edge = torch.maximum(n_left - int32(j), int32(j + 1) - n_whole)
             if edge > 0:
                 key = int32(j * bn) + hl.arange(bn, dtype=torch.int32)
@@ -324,11 +326,14 @@ def fp8_attn_prefill(
                     visible = visible & (there.to(torch.int32) == 0).unsqueeze(1)
                 s = torch.where(visible, s, float("-inf"))
             m_before = m_i
-            m_run, m_i, scale, offset, largest, top = line_of_page(s, scale_log2, v_log2, m_run, m_i, 1, spec)
+            largest = largest_of(s, 1, spec.line_bias)
+            m_run, m_i, scale, offset, top = line_of_page(largest, line_bias, scale_log2, v_log2, m_run, m_i, spec)
             if spec.may_be_wide:
                 wide = may_be_wide(largest_q_scale_log2, page_k, scales, spec)
                 if wide > 0:
-                    s, scale, offset = wide_line(s, scale_log2, v_log2, m_i, scale, offset, largest, top, 1, spec)
+                    s, scale, offset = wide_line(
+                        s, scale_log2, v_log2, m_i, scale, offset, largest, line_bias, top, 1, spec
+                    )
             # [bm, bn]
             line = fma(s, scale.unsqueeze(1), offset.unsqueeze(1), spec.is_cuda)
             # [bm]
@@ -380,8 +385,8 @@ def fp8_attn_prefill(
                     k_descale, v_descale, (page.to(torch.int64) * page_step + h * head_step) // FP32_BYTES, bn
                 )
             row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
-            s, scale_log2, v_log2 = scores_by_form(
-                s - spec.s_bias, row_scale_log2, own_k, own_v, page_k, page_v, is_open, shift, scales, 1, spec
+            s, scale_log2, v_log2, bias = scores_by_form(
+                s, row_scale_log2, own_k, own_v, page_k, page_v, is_open, shift, scales, 1, spec
             )
             key = jt * bn + hl.arange(bn, dtype=torch.int32)
             visible = visible_keys(key, on_diagonal, n_len, int32(left), int32(right), spec)
@@ -391,9 +396,10 @@ def fp8_attn_prefill(
                 visible = visible & (there.to(torch.int32) == elsewhere).unsqueeze(1)
             s = torch.where(visible, s, float("-inf"))
             m_before = m_i
-            m_run, m_i, scale, offset, largest, top = line_of_page(s, scale_log2, v_log2, m_run, m_i, 1, spec)
+            largest = largest_of(s, 1, 0.0)
+            m_run, m_i, scale, offset, top = line_of_page(largest, bias, scale_log2, v_log2, m_run, m_i, spec)
             if spec.may_be_wide:
-                s, scale, offset = wide_line(s, scale_log2, v_log2, m_i, scale, offset, largest, top, 1, spec)
+                s, scale, offset = wide_line(s, scale_log2, v_log2, m_i, scale, offset, largest, bias, top, 1, spec)
             # [bm, bn]
             line = fma(s, scale.unsqueeze(1), offset.unsqueeze(1), spec.is_cuda)
             # [bm]

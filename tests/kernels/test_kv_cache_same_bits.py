@@ -139,8 +139,8 @@ def test_the_check_of_means_can_fail(monkeypatch: Any) -> None:
 
 
 def rounded_where_nothing_is_seen(*args: Any) -> Any:
-    m_run, m_i, scale, offset, largest, top = line_of_page(*args)
-    return m_run, torch.where(top == float("-inf"), m_i - 0.3, m_i), scale, offset, largest, top
+    m_run, m_i, scale, offset, top = line_of_page(*args)
+    return m_run, torch.where(top == float("-inf"), m_i - 0.3, m_i), scale, offset, top
 
 
 def in_another_order(p: torch.Tensor, bn: int, rows: int) -> torch.Tensor:

@@ -27,6 +27,7 @@ from helion_attn.numerics import (
     FORMAT_MAX,
     FP32_TINY,
     INT8_SCORE_BIAS,
+    MAX_FUSED_SCALE_LOG2,
     MAX_P_OFFSET_LOG2,
     MAX_PAGE_SCORE,
     MAX_PAGE_SCORE_LOG2,
@@ -145,9 +146,10 @@ def page_scores(
     keys_axis: hl.constexpr,
     spec: PagedSpec,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores of a closed page, and their factors, [rows], which are never 0."""
+    """Scores of a closed page, `spec.line_bias` too large, and their factors, [rows], which are never 0."""
     scale_log2 = maximum(scale_log2, hl.full([], FP32_TINY, dtype=torch.float32), spec.is_cuda)
     if spec.has_softcap:
+        s = s - spec.s_bias
         if spec.shifts_scores:
             s = fma(s, scale_log2.unsqueeze(keys_axis), shift.unsqueeze(keys_axis), spec.is_cuda)
         else:
@@ -164,32 +166,44 @@ def may_be_wide(
     scales: ScoreScales,
     spec: PagedSpec,
 ) -> torch.Tensor:
-    """1 if some score of a closed page may pass `MAX_PAGE_SCORE_LOG2`, or 0 if none does."""
-    largest = largest_q_scale_log2 * k_descale * spec.largest_score
+    """1 if some row's scale of a closed page may pass `spec.max_fused_scale`, or 0 if none does."""
+    scale_log2 = largest_q_scale_log2 * k_descale
     if spec.has_softcap:
-        largest = hl.full([], scales.tanh_scale, dtype=torch.float32)
+        scale_log2 = hl.full([], scales.tanh_scale, dtype=torch.float32)
     # Not "large", since a NaN is not within.
-    return 1 - (largest <= MAX_PAGE_SCORE_LOG2).to(torch.int32)
+    return 1 - (scale_log2 <= spec.max_fused_scale).to(torch.int32)
+
+
+def largest_of(s: torch.Tensor, keys_axis: hl.constexpr, bias: hl.constexpr) -> torch.Tensor:
+    """The largest score of each row, [rows], `bias` too large as they are."""
+    if bias:
+        # Positive, and so in the order of their bits: of integers, an instruction compares three.
+        return torch.amax(s.view(torch.int32), keys_axis).view(torch.float32)
+    return torch.amax(s, keys_axis)
 
 
 def line_of_page(
-    s: torch.Tensor,  # [bn, rows] or [rows, bn]
+    largest: torch.Tensor,  # [rows]
+    bias: torch.Tensor,  # []
     scale_log2: torch.Tensor,  # [rows]
     v_log2: torch.Tensor,  # []
     m_run: torch.Tensor,  # [rows]
     m_i: torch.Tensor,  # [rows]
-    keys_axis: hl.constexpr,
     spec: PagedSpec,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`(m_run, m_i, scale, offset, largest, top)`, [rows]: references, and the line from a score to log2 of its P.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`(m_run, m_i, scale, offset, top)`, [rows]: references, and the line from a score to log2 of its P.
 
-    In steps of e4m3 if P's bits are to come from it.
+    Scores, and the largest of each row, are `bias` too large. In steps of e4m3 if P's bits are to come from it.
     """
-    largest = torch.amax(s, keys_axis)
     offset = hl.full([], -spec.p_offset_log2, dtype=torch.float32)
-    top = fma_up(largest, scale_log2, offset, spec.is_cuda) + v_log2
+    top = fma_up(largest - bias, scale_log2, offset, spec.is_cuda) + v_log2
     m_run, m_i = page_references(top, m_run, m_i, spec)
-    return m_run, m_i, scale_log2 * spec.p_steps, spec.p_one - (m_i - v_log2) * spec.p_steps, largest, top
+    scale = scale_log2 * spec.p_steps
+    offset = spec.p_one - (m_i - v_log2) * spec.p_steps
+    if spec.line_bias:
+        # One instruction in both kernels, or compilers may round it once or twice.
+        offset = fma(scale, -bias, offset, spec.is_cuda)
+    return m_run, m_i, scale, offset, top
 
 
 def open_sums(
@@ -218,19 +232,20 @@ def wide_line(
     scale: torch.Tensor,  # [rows]
     offset: torch.Tensor,  # [rows]
     largest: torch.Tensor,  # [rows]
+    bias: torch.Tensor,  # []
     top: torch.Tensor,  # [rows]
     keys_axis: hl.constexpr,
     spec: PagedSpec,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`(s, scale, offset)`, other ones of rows whose largest score passes `MAX_PAGE_SCORE_LOG2`.
+    """`(s, scale, offset)`, other ones of rows whose scale passes `spec.max_fused_scale`.
 
     One FMA would lose P there: scores are taken from what they are below their row's largest, as in `wide_scores`. Only
     the row itself says so, whatever shares its tile.
     """
     # [rows]
-    wide = torch.abs(top) > MAX_PAGE_SCORE_LOG2
+    wide = scale_log2 > spec.max_fused_scale
     known = torch.where(largest == float("-inf"), 0.0, largest)
-    above = fma(known, scale_log2, v_log2 - top, spec.is_cuda)
+    above = fma(known - bias, scale_log2, v_log2 - top, spec.is_cuda)
     above = torch.clamp_max(torch.clamp_min(above, 0.0), spec.p_offset_log2) + (top - m_i)
     below = fma(
         s - known.unsqueeze(keys_axis), scale_log2.unsqueeze(keys_axis), above.unsqueeze(keys_axis), spec.is_cuda
@@ -353,17 +368,21 @@ def scores_by_form(
     scales: ScoreScales,
     keys_axis: hl.constexpr,
     spec: PagedSpec,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`page_scores` of a closed page, with log2 of V's descale: `(s, scale_log2, v_log2)`; so of an open one, in s.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`(s, scale_log2, v_log2, bias)`: `page_scores`, with log2 of V's descale, and how much too large scores are.
 
-    Of an open page s is log2 of the weights of its keys. Both take the same operations, whose factors are 1 and terms 0
-    where a form has none: one tile of scores, and no bit of a closed page's changes.
+    Of an open page s is log2 of the weights of its keys, and the rest is 1, 0 and 0. Both take the same operations,
+    whose factors are 1 and terms 0 where a form has none: one tile of scores, and no bit of a closed page's changes.
     """
     opened = is_open > 0
+    bias = torch.where(opened, 0.0, spec.line_bias)
+    if spec.line_bias:
+        s = s - torch.where(opened, spec.line_bias, 0.0)
     page_scale = maximum(q_scale_log2 * page_k, hl.full([], FP32_TINY, dtype=torch.float32), spec.is_cuda)
     of_row = torch.where(opened, q_scale_log2, page_scale if spec.has_softcap else 1.0)
     factors = of_row.unsqueeze(keys_axis) * torch.where(opened, k_descale, 1.0).unsqueeze(1 - keys_axis)
     if spec.has_softcap:
+        s = s - spec.s_bias
         if spec.shifts_scores:
             s = fma(s, factors, shift.unsqueeze(keys_axis), spec.is_cuda)
         else:
@@ -374,7 +393,7 @@ def scores_by_form(
         factors = torch.where(opened, scales.tanh_scale, 1.0)
     v_log2 = torch.where(opened, log2_of_power(v_descale), 0.0).unsqueeze(1 - keys_axis)
     s = fma(s, factors, v_log2, spec.is_cuda)
-    return s, torch.where(opened, 1.0, page_scale), torch.where(opened, 0.0, log2_of_power(page_v))
+    return s, torch.where(opened, 1.0, page_scale), torch.where(opened, 0.0, log2_of_power(page_v)), bias
 
 
 def page_references(
@@ -400,6 +419,15 @@ def sums_of_page(p: torch.Tensor, bn: int, rows: int) -> torch.Tensor:
 def total_of_lanes(l_i: torch.Tensor, rows: int) -> torch.Tensor:
     """The sum of [4, 4, rows], pair by pair: [rows]."""
     return l_i.reshape(2, 2, 2, 2, rows).sum(3).sum(2).sum(1).sum(0)
+
+
+def max_fused_scale(k_dtype: torch.dtype, d_in_halves: bool, has_softcap: bool) -> float:
+    """The largest scale of a page's scores up to which one FMA takes them to P."""
+    if has_softcap:
+        return MAX_PAGE_SCORE_LOG2
+    if k_dtype == torch.int8 and not d_in_halves:
+        return MAX_FUSED_SCALE_LOG2[k_dtype]
+    return MAX_PAGE_SCORE_LOG2 / (MAX_PAGE_SCORE[k_dtype] * (1 + d_in_halves))
 
 
 class PagedGrid(NamedTuple):
@@ -489,7 +517,7 @@ def launch_paged(
         q_largest=FORMAT_MAX[k_dtype],
         int8_keys=int8_keys,
         s_bias=INT8_SCORE_BIAS if int8_keys and a.q.is_cuda and not d_in_halves else 0.0,
-        largest_score=MAX_PAGE_SCORE[k_dtype] * (1 + d_in_halves),
+        max_fused_scale=max_fused_scale(k_dtype, d_in_halves, a.scores.softcap is not None),
         may_be_wide=a.scores.softcap is None or scales.tanh_scale > MAX_PAGE_SCORE_LOG2,
         has_lse_shift=shift is not None,
         p_offset_log2=float(MAX_P_OFFSET_LOG2[v8.dtype]),

@@ -206,7 +206,7 @@ class PagedSpec(NamedTuple):
         q_largest: the largest magnitude of a quantised row.
         int8_keys: Q and K are int8.
         s_bias: how much too large scores are as the tensor core gives them.
-        largest_score: of the products of quantised rows.
+        max_fused_scale: the largest scale of a row's scores up to which one FMA takes them to P.
         may_be_wide: no softcap keeps scores within `MAX_PAGE_SCORE_LOG2`.
         has_lse_shift: K's mean took a product with each row from its scores, and a softcap, a sink or the lse needs it.
         p_bits: P's bits come from scores, and row sums are of the rounded P.
@@ -230,7 +230,7 @@ class PagedSpec(NamedTuple):
     q_largest: float
     int8_keys: bool
     s_bias: float
-    largest_score: float
+    max_fused_scale: float
     may_be_wide: bool
     has_lse_shift: bool
     p_bits: bool
@@ -242,6 +242,11 @@ class PagedSpec(NamedTuple):
     has_softcap: bool
     has_sinks: bool
     is_cuda: bool
+
+    @property
+    def line_bias(self) -> float:
+        """How much too large scores are that the line to P takes: a tanh takes them without."""
+        return 0.0 if self.has_softcap else self.s_bias
 
     @property
     def shifts_scores(self) -> bool:
