@@ -739,9 +739,9 @@ def step(
             of the call's own. Without k, what a step of the same batch wrote there: then queries see what
             that step's see. Without both they see pages as the cache has them.
         out: [tokens, H, D_v], contiguous, bf16, fp16 or fp32, written; made by default, of q's dtype.
-        max_seqlen_q: the most tokens of a sequence. It and the next choose splits; a call that exceeds them is
-            right, and slower.
-        max_seqlen_k: the most keys of a sequence.
+        max_seqlen_q: the most tokens of a sequence, at least: all of them by default. Rows of a sequence with more may
+            stay unwritten. Where none has more than a few, one kernel is launched less.
+        max_seqlen_k: the most keys of a sequence, which choose splits; a call that exceeds them is right, and slower.
         causal: as `attention_kvcache` has it, and so sm_scale, window, softcap, sinks and num_splits.
         sm_scale: likewise.
         window: likewise.

@@ -12,6 +12,7 @@ PyTorch's dispatcher, to the same plan.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import logging
 import math
@@ -37,6 +38,9 @@ WORKSPACE_ALIGNMENT = 512
 
 #: Plans that are kept.
 MAX_PLANS = 1024
+
+#: Kernels that `compile_ahead` compiles at once; a few cores are for the rest of a program.
+COMPILING_THREADS = 12
 
 
 #: Where an argument of a launch lies: the index of one of a call's addresses, which are of its tensors, constants,
@@ -309,6 +313,29 @@ def can_skip_dispatcher() -> bool:
         and torch._C._get_tracing_state() is None
         and forward_ad._current_level < 0
     )
+
+
+def compile_ahead(of: Sequence[Plan]) -> None:
+    """Compile the kernels that plans launch, several at once, so that no call of these layouts has to.
+
+    Each runs once, on zeros: of lengths that are 0 it does nothing.
+    """
+    launches = {(x.kernel, x.kernel.compiled_for(x.args)): x for plan in of for x in plan.launches}
+    with concurrent.futures.ThreadPoolExecutor(COMPILING_THREADS) as pool:
+        for _ in pool.map(_run_on_zeros, launches.values()):
+            pass
+
+
+def _run_on_zeros(launch: Launch) -> None:
+    device = next(x.device for x in launch.args if isinstance(x, Buffer))
+    zeros: dict[int, torch.Tensor] = {}
+    for x in launch.args:
+        if isinstance(x, Buffer) and id(x) not in zeros:
+            spanned = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+            memory = torch.zeros(max(spanned, 0) * x.itemsize, dtype=torch.uint8, device=device).view(x.dtype)
+            zeros[id(x)] = memory.as_strided(x.shape, x.stride())
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        launch.kernel(*[zeros.get(id(x), x) for x in launch.args])
 
 
 def is_elsewhere(device: torch.device) -> bool:

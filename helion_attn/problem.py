@@ -446,8 +446,11 @@ def open_page_count(tokens: int, sequences: int, page_size: int, drafts: int) ->
 
 
 def power_that_holds(sequences: int) -> int:
-    """A power of two that holds so many sequences; the fewest are 16."""
-    return max(16, 1 << (sequences - 1).bit_length())
+    """A power of two that holds so many sequences: 64, 512, 4096, .... Kernels are compiled anew for each."""
+    holds = 64
+    while holds < sequences:
+        holds *= 8
+    return holds
 
 
 class PackedBatch(NamedTuple):
@@ -455,11 +458,13 @@ class PackedBatch(NamedTuple):
 
     Attributes:
         cu_seqlens: int32 [B + 1], where they begin.
+        longest: the most tokens of a sequence, at least.
         most_queries: of a sequence for `fp8_attn_decode`; those with more are for `fp8_attn_prefill`.
         few: which of the two kernels a launch is of.
     """
 
     cu_seqlens: torch.Tensor
+    longest: int
     most_queries: int
     few: bool
 

@@ -17,8 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import helion_attn as ha
 from devtools.sm90 import fake_cuda
-from helion_attn import backward, plans
-from helion_attn.compiler import buffers
+from helion_attn import backward, ops, plans
+from helion_attn.compiler import buffers, runners
+from helion_attn.kv_cache import step_problem
+from helion_attn.problem import StepArgs
 from helion_attn.types import Layout
 from helpers.offline import fake_cache
 from helpers.planning import KEPT, LAUNCHED, planning
@@ -499,3 +501,38 @@ def test_a_third_call_with_other_bits_is_noticed(third: float) -> None:
     ):
         assert call("attention", [], (), list)[0] == 1.0
     assert next(results, None) is None
+
+
+def step_arguments(device: str, tokens: int, sequences: int) -> StepArgs:
+    q, k = (torch.zeros(tokens, H, 64, dtype=torch.bfloat16, device=device) for H in (4, 2))
+    ends = torch.zeros(sequences + 1, dtype=torch.int32, device=device)
+    table = torch.zeros(sequences, 4, dtype=torch.int32, device=device)
+    cache = ha.paged_kv_cache(2, 2, 64, device=device)
+    return step_problem(q, k, k, cache, ends, table, ends[1:].clone(), num_splits=2)
+
+
+def test_kernels_are_compiled_ahead_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several plans, each kernel runs once, on zeros of which it makes nothing."""
+    ran: list[str] = []
+    call = runners.Interpreted.__call__
+
+    def noted(self: Any, *args: Any) -> None:
+        ran.append(self.name)
+        call(self, *args)
+
+    monkeypatch.setattr(runners.Interpreted, "__call__", noted)
+    found = [ops.step.plan(step_arguments("cpu", tokens, 2)) for tokens in (2, 200)]
+    plans.compile_ahead(found)
+    launched = {launch.kernel for plan in found for launch in plan.launches}
+    assert sorted(ran) == sorted(kernel.name for kernel in launched)
+    assert {"append_kv", "fp8_attn_decode", "fp8_attn_prefill"} <= {*ran}
+
+
+@pytest.mark.gpu
+def test_what_is_compiled_ahead_needs_no_compiler() -> None:
+    """Nor do other lengths, in the first run of their plans."""
+    plans.forget()
+    plans.compile_ahead([ops.step.plan(step_arguments("cuda", 200, 3))])
+    arguments = step_arguments("cuda", 333, 17)
+    other = ops.step.plan(arguments)
+    assert other._link(len(ops.step.tensors(arguments)))

@@ -50,6 +50,10 @@ class Runner:
         """Find a launch on tensors like these buffers without a run, or None."""
         return None
 
+    def compiled_for(self, args: tuple[Any, ...]) -> Hashable:
+        """Return what it is compiled for of tensors or buffers like these."""
+        return None
+
 
 class Compiled(Runner):
     """A kernel function compiled through Triton with one config: once a specialisation, for all lengths and strides.
@@ -96,6 +100,10 @@ class Compiled(Runner):
             self._of_kernels[args[of_tensors[0]].device, base, types_of(recorded_launch)] = launch
         self._launches[key] = host_fn, launch
         return launch
+
+    def compiled_for(self, args: tuple[Any, ...]) -> Hashable:
+        """Return what Helion generates code for."""
+        return self._generated.base(args)
 
     def linked(self, args: tuple[Any, ...]) -> LinkedLaunch | None:
         """Find a launch on tensors like these buffers, or None if something is to be compiled.

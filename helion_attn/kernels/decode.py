@@ -111,14 +111,18 @@ class DecodeTile(NamedTuple):
     max_registers: int
 
 
-#: By the largest padded head dim: the tile of up to 16 rows, and that of 32. Up to D 128 the fastest on an H200.
-#: Eight warps share what four have no registers for: 256 channels of 32 rows, twice.
+#: By the largest padded head dim: the tile of up to 16 rows, and that of 32. The fastest on an H200, but for D 512.
+#: Eight warps share what four have no registers for: 512 channels, or 256 of 32 rows.
 TILES = {
     64: (
         DecodeTile(4, num_stages=3, ctas_per_sm=4, max_registers=128),
         DecodeTile(4, num_stages=3, ctas_per_sm=3, max_registers=168),
     ),
     128: (DecodeTile(4, num_stages=3, ctas_per_sm=2, max_registers=255),) * 2,
+    256: (
+        DecodeTile(4, num_stages=3, ctas_per_sm=1, max_registers=255),
+        DecodeTile(8, num_stages=3, ctas_per_sm=1, max_registers=255),
+    ),
     512: (DecodeTile(8, num_stages=2, ctas_per_sm=1, max_registers=255),) * 2,
 }
 #: With int8 keys fewer registers are 2 to 6% faster where rows are few, of as many programs on an SM.
@@ -297,7 +301,7 @@ def fp8_attn_decode(
             page, known_page = page_of_entry(entry, num_pages)
             page_again, known_page = page_at_hand(entry, num_pages)
             # Loaded in the iteration that uses it, it would be waited for.
-            entry = hl.load(block_table, [first_entry + imin(n_end - 1, int32(j + 1))])
+            entry = hl.load(block_table, [first_entry + imin(n_closed - 1, int32(j + 1))])
             # Nothing stands between the loads, so they have one barrier.
             k_pieces, v_tile = k_of_page(k8, page, h, spec), v_of_page(v8, page, h, 0, 0, spec)
             if spec.in_halves:

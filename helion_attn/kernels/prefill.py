@@ -99,19 +99,16 @@ class PrefillTile(NamedTuple):
 
 #: The fastest on an H200, by the largest padded head dim that each is for (docs/notes/paged_cache.md).
 TILES = {
-    64: PrefillTile(bm=64, num_warps=4, num_stages=3, ctas_per_sm=3, max_registers=168),
-    128: PrefillTile(bm=64, num_warps=4, num_stages=2, ctas_per_sm=3, max_registers=168),
+    64: PrefillTile(bm=64, num_warps=4, num_stages=2, ctas_per_sm=3, max_registers=168),
+    128: PrefillTile(bm=64, num_warps=4, num_stages=2, ctas_per_sm=2, max_registers=255),
     512: PrefillTile(bm=128, num_warps=8, num_stages=3, ctas_per_sm=1, max_registers=255),
 }
-
-#: With int8 keys, of which a score takes more registers.
-INT8_TILES = TILES | {128: PrefillTile(bm=64, num_warps=4, num_stages=2, ctas_per_sm=2, max_registers=255)}
 
 
 def prefill_tile(cache: PagedKVCache) -> PrefillTile:
     """The tile for a cache: that of the larger head dim, which has the registers for both."""
-    tiles = INT8_TILES if cache.k8.dtype == torch.int8 else TILES
-    return next(tile for imax, tile in tiles.items() if max(cache.k8.size(3), cache.v8.size(2)) <= imax)
+    larger_d = max(cache.k8.size(3), cache.v8.size(2))
+    return next(tile for most, tile in TILES.items() if larger_d <= most)
 
 
 #: Columns of ones in a product that sums up P: the fewest that there may be. Each column of it is the sum.
@@ -304,7 +301,7 @@ def fp8_attn_prefill(
             page, known_page = page_of_entry(entry, num_pages)
             page_again, known_page = page_at_hand(entry, num_pages)
             # Loaded in the iteration that uses it, it would be waited for.
-            entry = hl.load(block_table, [first_entry + imin(n_end - 1, int32(j + 1))])
+            entry = hl.load(block_table, [first_entry + imin(n_closed - 1, int32(j + 1))])
             # [bn, D_pad], or its halves, and [d_v_tile, bn]
             k_pieces, v_tile = k_of_page(k8, page, h, spec), v_of_page(v8, page, h, v_part, 0, spec)
             if spec.in_halves:

@@ -68,7 +68,8 @@ def _launch_step(a: StepArgs) -> torch.Tensor:
 
     (T, H, _D), (H_kv, page_size), (B, max_pages) = a.q.shape, a.cache.k8.shape[1:3], a.block_table.shape
     group, drafts, opened, sms = H // H_kv, a.open_pages.drafts, a.open_pages, sm_count(a.q)
-    few = PackedBatch(a.cu_seqlens, scheduling.decode_queries(group, drafts), few=True)
+    longest = T if a.max_seqlen_q is None else min(T, a.max_seqlen_q)
+    few = PackedBatch(a.cu_seqlens, longest, scheduling.decode_queries(group, drafts), few=True)
     if a.k is not None and a.v is not None:
         k, v = (x.transpose(0, 1).unsqueeze(0) for x in (a.k, a.v))
         given: Any = None if opened.k8 is None else opened[:4]
@@ -98,15 +99,12 @@ def _launch_step(a: StepArgs) -> torch.Tensor:
             ctas_per_sm = decode.decode_tile(a.cache, rows).ctas_per_sm
             splits = scheduling.page_splits(B, B * H_kv * -(-group * few.most_queries // rows), pages, sms, ctas_per_sm)
         decode.launch(attends, rows, min(splits, most), out, lse.unsqueeze(0), shift, few)
-    if few.most_queries < T:
+    if few.most_queries < longest:
         tile, splits = prefill.prefill_tile(a.cache), a.splits
         if splits is None:
-            queries = T if a.max_seqlen_q is None else min(T, a.max_seqlen_q)
             programs = H_kv * -(-group * T // tile.bm) * prefill.parts_of_v(a.cache.v8.size(2))
             pages = scheduling.visible_key_blocks(width, a.scores.left, 0, -(-tile.bm // group) + 1, page_size)
             splits = scheduling.key_splits(programs, pages, sms, tile.ctas_per_sm, scheduling.MIN_PAGES)
-            # With none of its own there is nothing to fill the GPU for.
-            splits = 1 if queries <= few.most_queries else splits
         prefill.launch(attends, min(splits, most), out, lse.unsqueeze(0), shift, few._replace(few=False))
     return lse
 

@@ -269,6 +269,21 @@ def append_kv(
         v_tile = (factor.unsqueeze(1) * y).to(v8.dtype)
         v_tile = v_tile.reshape(4, spec.keys // 4, spec.d_v_pad).permute(2, 1, 0).reshape(spec.d_v_pad, spec.keys)
         places = hl.arange(spec.keys)
+        # A page that begins in this tile and that new keys do not fill, or a closed one that the first new key is in.
+        keys_there = first + new_keys - begin // spec.bn * spec.bn
+        begins = known & (first_slot == 0) & (begin >= first) & (begin - first < new_keys)
+        clears = (begins | opens) & (keys_there < spec.bn)
+        # [bn]
+        slot = hl.arange(spec.bn)
+        cleared = of_v + (channels.unsqueeze(1) * spec.bn + slot.unsqueeze(0)).to(torch.int64)
+        no_value = hl.zeros([spec.d_v_pad, spec.bn], dtype=v8.dtype)
+        # No other program has keys of the page: all of it is cleared, 16 bytes at once.
+        alone = begins & (keys_there <= spec.keys)
+        if alone:
+            hl.store(v8, [cleared], no_value)
+        if spec.is_cuda:
+            # Before what the tile stores there.
+            hl.inline_triton("tl.debug_barrier()", args=(), output_like=None)
         v_at = of_v + (channels.unsqueeze(1) * spec.bn + (first_slot + places).unsqueeze(0)).to(torch.int64)
         if known & (begin >= first) & (begin - first <= new_keys - spec.keys):
             # Without a mask, 16 bytes at once.
@@ -278,22 +293,15 @@ def append_kv(
             there = known & (position_there >= first) & (position_there - first < new_keys)
             hl.store(v8, [v_at], v_tile, extra_mask=there.unsqueeze(0))
 
-        # A page that begins in this tile and that new keys do not fill, or a closed one that the first new key is in.
-        keys_there = first + new_keys - begin // spec.bn * spec.bn
-        begins = known & (first_slot == 0) & (begin >= first) & (begin - first < new_keys)
-        if (begins | opens) & (keys_there < spec.bn):
-            # [bn]
-            place = hl.arange(spec.bn)
-            cleared = of_v + (channels.unsqueeze(1) * spec.bn + place.unsqueeze(0)).to(torch.int64)
-            no_value = hl.zeros([spec.d_v_pad, spec.bn], dtype=v8.dtype)
-            hl.store(v8, [cleared], no_value, extra_mask=(key_stored_at(place) >= keys_there).unsqueeze(0))
-            behind = place >= keys_there
+        if clears & (alone == 0):
+            hl.store(v8, [cleared], no_value, extra_mask=(key_stored_at(slot) >= keys_there).unsqueeze(0))
+        if clears:
+            behind = slot >= keys_there
             ones = hl.full([spec.bn], 1.0, dtype=torch.float32)
-            hl.store(k_descale, [of_descales + place], ones, extra_mask=behind)
-            hl.store(v_descale, [of_descales + place], ones, extra_mask=behind)
+            hl.store(k_descale, [of_descales + slot], ones, extra_mask=behind)
+            hl.store(v_descale, [of_descales + slot], ones, extra_mask=behind)
         if opens:
-            # [bn]: slots of keys that were there, but for the first one's.
-            slot = hl.arange(spec.bn)
+            # Slots of keys that were there, but for the first one's.
             older = (slot > 0) & (slot < first % spec.bn)
             of_page = hl.zeros([spec.bn], dtype=torch.float32)
             hl.store(k_descale, [of_descales + slot], of_page + old_k, extra_mask=older)
@@ -317,7 +325,8 @@ def launch(
     """
     (H_kv, L, D), cache = a.k.shape[1:], a.cache
     (num_pages, _, bn, D_pad), int8_keys = cache.k8.shape, cache.k8.dtype == torch.int8
-    keys = keys_of_program(L, bn, max(D_pad, cache.v8.size(2)))
+    longest = L if batch is None else batch.longest
+    keys = keys_of_program(longest, bn, max(D_pad, cache.v8.size(2)))
     unit = common_unit(a.k, a.v)
     k, v = strided_rows(a.k, unit), strided_rows(a.v, unit)
     rope = rope_tables(a.rope, D_pad, a.k.new_empty(1, dtype=torch.float32))

@@ -366,4 +366,4 @@ def check_step(
             raise ValueError("rope is given, and k is None; it rotates new keys alone")
         check_rotatable("k", k.unsqueeze(0))
     if debugging():
-        check_step_values(cache, cu_seqlens, block_table, seqlens, q.size(0), appends=k is not None)
+        check_step_values(cache, cu_seqlens, block_table, seqlens, q.size(0), max_seqlen_q, appends=k is not None)

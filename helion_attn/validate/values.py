@@ -53,6 +53,7 @@ def check_step_values(
     block_table: torch.Tensor,
     seqlens: torch.Tensor,
     tokens: int,
+    max_seqlen_q: int | None,
     appends: bool,
 ) -> None:
     """Tokens of sequences that there are, lengths that count them, and pages that the pool has."""
@@ -61,16 +62,26 @@ def check_step_values(
     if begins is None or lengths is None:
         return
     new = [end - begin for begin, end in itertools.pairwise(begins)]
+    room = block_table.size(1) * cache.page_size
     for b, (length, count) in enumerate(zip(lengths, new, strict=True)):
+        if max_seqlen_q is not None and count > max_seqlen_q:
+            raise ValueError(
+                f"max_seqlen_q is {max_seqlen_q}, and cu_seqlens gives sequence {b} {count} tokens; it must be the most"
+            )
         if 0 < length < count:
             raise ValueError(
                 f"seqlens[{b}] is {length}, and cu_seqlens gives the sequence {count} tokens, which it must count; 0 "
                 f"is padding"
             )
+        if length > room:
+            raise ValueError(
+                f"seqlens[{b}] is {length}; it must be at most {room}: block_table has {block_table.size(1)} pages of "
+                f"{cache.page_size} keys a sequence"
+            )
     # Padding has no pages.
-    known = [b for b, length in enumerate(lengths) if length > 0]
-    before = [lengths[b] - new[b] * appends for b in known]
-    _check_pages(cache, block_table[known], before, [new[b] * appends for b in known], "block_table")
+    appended = [count if appends and length > 0 else 0 for length, count in zip(lengths, new, strict=True)]
+    before = [max(length, 0) - count for length, count in zip(lengths, appended, strict=True)]
+    _check_pages(cache, block_table, before, appended, "block_table")
 
 
 def _check_pages(

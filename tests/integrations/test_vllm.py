@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import types
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,8 +22,20 @@ with_vllm = pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed: mak
 PAGE = 128
 
 
+def config(drafts: int = 0, **layers: Any) -> Any:
+    """What the backend reads of vLLM's configuration."""
+    speculative = types.SimpleNamespace(num_speculative_tokens=drafts) if drafts else None
+    return types.SimpleNamespace(
+        speculative_config=speculative,
+        compilation_config=types.SimpleNamespace(static_forward_context=layers),
+        cache_config=types.SimpleNamespace(kv_sharing_fast_prefill=False),
+        scheduler_config=types.SimpleNamespace(max_num_seqs=16),
+        model_config=types.SimpleNamespace(dtype=torch.bfloat16),
+    )
+
+
 @pytest.fixture(scope="module")
-def backend() -> Any:
+def backend() -> Iterator[Any]:
     """The backend's class, as vLLM finds it."""
     if not torch.cuda.is_available():
         from helpers import vllm_on_cpu
@@ -30,7 +44,9 @@ def backend() -> Any:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     plugin.register()
-    return AttentionBackendEnum.CUSTOM.get_class()
+    found = AttentionBackendEnum.CUSTOM.get_class()
+    with mock.patch("helion_attn.integrations.vllm.layer.get_current_vllm_config", config):
+        yield found
 
 
 def test_generations() -> None:
@@ -112,11 +128,7 @@ class Server:
         assert shape[1] == spec.page_size_bytes
         self.memory = torch.full((12 * spec.page_size_bytes,), -1, dtype=torch.int8, device=device)
         self.memory = self.memory.view(storage).view(shape)
-        speculative = types.SimpleNamespace(num_speculative_tokens=drafts) if drafts else None
-        config = types.SimpleNamespace(
-            speculative_config=speculative, compilation_config=types.SimpleNamespace(static_forward_context={})
-        )
-        self.builder = backend.get_builder_cls()(spec, ["layer"], config, torch.device(device))
+        self.builder = backend.get_builder_cls()(spec, ["layer"], config(drafts), torch.device(device))
         self.impl = backend.get_impl_cls()(H, D, D**-0.5, H_kv, kv_cache_dtype=dtype, **options)
         self.impl.process_weights_after_loading(torch.bfloat16)
         self.H, self.H_kv, self.D, self.device = H, H_kv, D, device

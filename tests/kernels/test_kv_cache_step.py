@@ -304,8 +304,40 @@ def test_lengths_are_not_in_the_plan(device: str, monkeypatch: Any) -> None:
         pool = [torch.cat((x, x[:1].repeat(16 - len(x), *[1] * (x.dim() - 1)))) for x in step.cache._tensors().values()]
         cache = ha.PagedKVCache(pool[0], pool[1], pool[2], pool[3], None, None, 64, 64)
         step = dataclasses.replace(step, table=table, cache=cache)
-        step.check(*step.run(max_seqlen_q=8, max_seqlen_k=64))
+        step.check(*step.run(max_seqlen_q=64, max_seqlen_k=64))
     assert sum(isinstance(key, tuple) and key[0] == "kv_cache.step" for key in keys) == 1
+
+
+def test_a_step_of_decodes_launches_nothing_for_prompts(device: str) -> None:
+    step = make_step([(1, 200), (1, -1), (1, 10)] * 20, device)
+    step.check(*step.run(max_seqlen_q=1))
+    launched = [plan.kernels for key, plan in plans._PLANS.items() if isinstance(key, tuple) and "step" in key[0]]
+    assert "fp8_attn_decode" in launched[-1]
+    assert "fp8_attn_prefill" not in launched[-1]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"max_seqlen_q": 4}, r"max_seqlen_q is 4, and cu_seqlens gives sequence 0 5 tokens"),
+        ({"seqlens": torch.tensor([4, 3], dtype=torch.int32)}, r"seqlens\[0\] is 4, and cu_seqlens gives .* 5 tokens"),
+        ({"seqlens": torch.tensor([5, 999], dtype=torch.int32)}, r"seqlens\[1\] is 999; it must be at most 128"),
+        ({"block_table": torch.tensor([[0], [9]], dtype=torch.int32)}, r"block_table\[1, 0\] is 9; it must lie in"),
+        ({"block_table": torch.tensor([[1], [1]], dtype=torch.int32)}, r"block_table has page 1 for sequences 0 and 1"),
+        ({"cu_seqlens": torch.tensor([0, 5, 9], dtype=torch.int32)}, r"cu_seqlens has 5 and 9"),
+    ],
+)
+def test_debug_checks_values(changed: dict[str, Any], message: str) -> None:
+    q, k = torch.randn(8, 4, 64), torch.randn(8, 2, 64)
+    given: dict[str, Any] = {
+        "cu_seqlens": torch.tensor([0, 5, 8], dtype=torch.int32),
+        "block_table": torch.tensor([[1], [0]], dtype=torch.int32),
+        "seqlens": torch.tensor([5, 3], dtype=torch.int32),
+    }
+    with ha.debug():
+        ha.kv_cache.step(q, k, k, ha.paged_kv_cache(2, 2, 64), **given)
+        with pytest.raises(ValueError, match=message):
+            ha.kv_cache.step(q, k, k, ha.paged_kv_cache(2, 2, 64), **given | changed)
 
 
 def test_which_kernel_takes_what() -> None:

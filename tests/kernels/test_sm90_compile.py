@@ -197,14 +197,14 @@ DECODED = {
 #: The same with so many queries that `fp8_attn_prefill` is taken, and the instructions for spilled registers, all and
 #: in the loop. Most are in the loop of pages that may be open, of which a program has one or two.
 PREFILLED: dict[str, tuple[int, int, dict[str, Any], int, tuple[int, int]]] = {
-    "d64": (64, 64, {}, 3, (150, 5)),
-    "d64_masked_large_pool": (64, 64, {"masked": True, "num_pages": 2**16}, 3, (150, 5)),
-    "d128": (128, 128, {}, 3, (380, 14)),
-    "d128_splits": (128, 128, {"num_splits": 2, "masked": True}, 3, (390, 14)),
-    "d128_lse": (128, 128, {"return_lse": True, "k_mean": True}, 3, (380, 14)),
-    "d128_softcap_mean": (128, 128, {"masked": True, "k_mean": True}, 3, (430, 14)),
-    "d256": (256, 256, {}, 1, (310, 14)),
-    "d512": (512, 512, {}, 1, (330, 8)),
+    "d64": (64, 64, {}, 3, (145, 0)),
+    "d64_masked_large_pool": (64, 64, {"masked": True, "num_pages": 2**16}, 3, (145, 0)),
+    "d128": (128, 128, {}, 2, (20, 0)),
+    "d128_splits": (128, 128, {"num_splits": 2, "masked": True}, 2, (40, 1)),
+    "d128_lse": (128, 128, {"return_lse": True, "k_mean": True}, 2, (25, 0)),
+    "d128_softcap_mean": (128, 128, {"masked": True, "k_mean": True}, 2, (30, 0)),
+    "d256": (256, 256, {}, 1, (305, 1)),
+    "d512": (512, 512, {}, 1, (320, 5)),
     "d512_splits": (512, 512, {"num_splits": 2, "masked": True}, 1, (620, 60)),
     "d64_512_large_pool": (64, 512, {"num_pages": 2**16}, 1, (80, 2)),
 }
@@ -213,8 +213,8 @@ PREFILLED: dict[str, tuple[int, int, dict[str, Any], int, tuple[int, int]]] = {
 #: The same of int8 keys.
 PREFILLED_INT8: dict[str, tuple[int, int, dict[str, Any], int, tuple[int, int]]] = {
     "d128": (128, 128, {}, 2, (20, 0)),
-    "d128_splits": (128, 128, {"num_splits": 2, "masked": True}, 2, (30, 0)),
-    "d256": (256, 256, {}, 1, (310, 14)),
+    "d128_splits": (128, 128, {"num_splits": 2, "masked": True}, 2, (40, 1)),
+    "d256": (256, 256, {}, 1, (305, 1)),
 }
 
 

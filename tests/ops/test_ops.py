@@ -21,6 +21,7 @@ from helion_attn import ops
 from helion_attn.backward.dense import DequantizeRowsArgs, dequantize_rows
 from helion_attn.compiler import runners
 from helion_attn.configs import scheduling
+from helion_attn.preprocess import close_pages
 from helion_attn.problem import MergeArgs
 from helion_attn.types import Layout
 from helpers.cases import LADDER, RECIPES
@@ -65,6 +66,18 @@ def decode(
     return ha.attention_kvcache(q, cache, table, seqlens + k.size(2), num_splits=2, return_lse=True)
 
 
+def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, seqlens: torch.Tensor) -> torch.Tensor:
+    """A cache, filled by two sequences of a packed batch, whose last 3 tokens have queries of their own."""
+    cache = ha.paged_kv_cache(2, k.size(1), k.size(3), device=q.device)
+    for x in (cache.k8, cache.v8):
+        x.view(torch.uint8).zero_()
+    for x in (cache.k_descale, cache.v_descale):
+        x.fill_(1.0)
+    q, k, v = (x[:, :, -3:].transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    ends = torch.tensor([0, 3, 6], dtype=torch.int32, device=q.device)
+    return ha.kv_cache.step(q, k, v, cache, ends, table, seqlens + 3)
+
+
 def over_ranks(device: str, recipe: ha.Recipe = ha.BALANCED) -> None:
     """Over a group of one rank, and what merges the results of two."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -92,6 +105,7 @@ def test_every_op_is_recorded(device: str) -> None:
         ha.BlockMask.from_dense(torch.ones(4, 4, dtype=torch.bool, device=device))
         ha.masks.top_blocks(*qkv_on(device)[:2], keep=0.5)
         decode(*kv_on(device))
+        step(*kv_on(device))
         ha.attention_varlen(*varlen_on(device))
         over_ranks(device)
         q, k, v = (x.requires_grad_() for x in qkv_on(device))
@@ -181,7 +195,12 @@ def test_opcheck_over_ranks(recipe: ha.Recipe, device: str) -> None:
 
 @pytest.mark.parametrize("with_rope", [False, True], ids=["no_rope", "rope"])
 @pytest.mark.parametrize("recipe", [ha.FAST, ha.BALANCED], ids=str)
-def test_opcheck_of_kv_cache(with_rope: bool, recipe: ha.Recipe, device: str) -> None:
+def test_opcheck_of_kv_cache(with_rope: bool, recipe: ha.Recipe, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What a page of them does not get stays as memory was.
+    made = close_pages.empty_open_pages
+    monkeypatch.setattr(
+        close_pages, "empty_open_pages", lambda *given: tuple(x.new_zeros(x.shape) for x in made(*given))
+    )
     q, k, v, table, seqlens = kv_on(device)
     k_mean = None if recipe == ha.FAST else k.float().mean((0, 2))
     cache = ha.paged_kv_cache(2, 2, 48, device=device, recipe=recipe, k_mean=k_mean)
@@ -194,6 +213,13 @@ def test_opcheck_of_kv_cache(with_rope: bool, recipe: ha.Recipe, device: str) ->
         ha.attention_kvcache(q, cache, table, seqlens + 30)
     for op, arguments in recorder.calls.values():
         torch.library.opcheck(op, arguments, test_utils=CHECKS)
+
+
+def test_opcheck_of_a_step(device: str) -> None:
+    with Recorder() as recorder:
+        step(*kv_on(device))
+    ((op, arguments),) = recorder.calls.values()
+    torch.library.opcheck(op, arguments, test_utils=CHECKS)
 
 
 @pytest.mark.once  # the kernel does not run

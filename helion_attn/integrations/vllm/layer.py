@@ -16,6 +16,7 @@ from vllm.v1.attention.backend import (
     AttentionType,
 )
 
+from helion_attn.integrations.vllm.warm_up import compile_steps
 from helion_attn.kv_cache import page_bytes, step, step_open_pages
 from helion_attn.problem import open_page_count
 from helion_attn.types import BALANCED, FAST, OpenPages, PagedKVCache
@@ -84,15 +85,20 @@ class HelionMetadataBuilder(AttentionMetadataBuilder[HelionMetadata]):
         self.drafts = 0 if speculative is None else speculative.num_speculative_tokens or 0
         layers = vllm_config.compilation_config.static_forward_context
         self.some_share = any(getattr(layers.get(x), "kv_sharing_target_layer_name", None) for x in layer_names)
+        if device.type == "cuda":
+            impls = [layers[x].impl for x in layer_names if x in layers]
+            max_sequences = vllm_config.scheduler_config.max_num_seqs
+            compile_steps(impls, vllm_config.model_config.dtype, self.drafts, max_sequences, device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> HelionMetadata:
         """Take what vLLM has; nothing is read on the host."""
-        batch = common_attn_metadata
+        # A step of decodes alone launches no kernel for prompts.
+        batch, decodes = common_attn_metadata, 1 + self.drafts
         return HelionMetadata(
             cu_seqlens=batch.query_start_loc,
             block_table=batch.block_table_tensor,
             seqlens=batch.seq_lens,
-            max_seqlen_q=power_of_two(batch.max_query_len),
+            max_seqlen_q=decodes if batch.max_query_len <= decodes else power_of_two(batch.max_query_len),
             max_seqlen_k=power_of_two(batch.max_seq_len),
             drafts=self.drafts,
             open_pages={} if self.some_share else None,
@@ -124,8 +130,8 @@ class HelionImpl(AttentionImpl[HelionMetadata]):
         if attn_type != AttentionType.DECODER:
             raise NotImplementedError(f"attn_type is {attn_type}; helion_attn attends in decoders alone")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.recipe = RECIPES[kv_cache_dtype]
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.kv_cache_dtype = kv_cache_dtype
         #: Another layer appends the keys that this one attends to.
         self.shares_keys = kv_sharing_target_layer_name is not None
         self.window = None if sliding_window is None else (sliding_window - 1, 0)
@@ -137,6 +143,16 @@ class HelionImpl(AttentionImpl[HelionMetadata]):
         # vLLM clears an attribute of this name with the memory that it made to measure graphs.
         self._k_scale_cache: PagedKVCache | None = None
 
+    def score_options(self) -> dict[str, Any]:
+        """The options of `step` that say which scores there are."""
+        return {"sm_scale": self.scale, "window": self.window, "softcap": self.softcap, "sinks": self.sinks}
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What kernels are compiled for."""
+        heads = self.num_heads, self.num_kv_heads, self.head_size
+        return *heads, self.recipe, self.window, self.softcap, self.sinks is None, self.num_splits
+
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Take the sinks as they were loaded."""
         if self.sinks is not None:
@@ -146,8 +162,8 @@ class HelionImpl(AttentionImpl[HelionMetadata]):
         """vLLM's memory of a layer, [pages, bytes of a page], as a cache."""
         cache = self._k_scale_cache
         if cache is None or cache.k8.data_ptr() != memory.data_ptr() or cache.k8.size(0) != memory.size(0):
-            recipe = RECIPES[self.kv_cache_dtype]
-            cache = PagedKVCache.from_buffer(memory.view(torch.uint8), self.num_kv_heads, self.head_size, recipe=recipe)
+            of_bytes = memory.view(torch.uint8)
+            cache = PagedKVCache.from_buffer(of_bytes, self.num_kv_heads, self.head_size, recipe=self.recipe)
             self._k_scale_cache = cache
         return cache
 
@@ -185,10 +201,7 @@ class HelionImpl(AttentionImpl[HelionMetadata]):
             out=output,
             max_seqlen_q=m.max_seqlen_q,
             max_seqlen_k=m.max_seqlen_k,
-            sm_scale=self.scale,
-            window=self.window,
-            softcap=self.softcap,
-            sinks=self.sinks,
             num_splits=self.num_splits,
+            **self.score_options(),
         )
         return output

@@ -327,7 +327,7 @@ def test_a_kernel_that_is_asked_for_no_pingpong(recwarn: pytest.WarningsRecorder
 
 
 def test_other_loops_say_why() -> None:
-    found = outcomes_of(lambda: compile_decode(256, 256, 64, 1, 2))
+    found = outcomes_of(lambda: compile_decode(512, 512, 64, 1, 2))
     assert not any(x.applied for x in found.values())
     assert found[early_copies.NAME].reason
     assert found[pingpong.NAME].reason == "the copies of its loop were not moved"
