@@ -12,7 +12,6 @@ PyTorch's dispatcher, to the same plan.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import logging
 import math
@@ -38,9 +37,6 @@ WORKSPACE_ALIGNMENT = 512
 
 #: Plans that are kept.
 MAX_PLANS = 1024
-
-#: Kernels that `compile_ahead` compiles at once; a few cores are for the rest of a program.
-COMPILING_THREADS = 12
 
 
 #: Where an argument of a launch lies: the index of one of a call's addresses, which are of its tensors, constants,
@@ -315,27 +311,40 @@ def can_skip_dispatcher() -> bool:
     )
 
 
-def compile_ahead(of: Sequence[Plan]) -> None:
-    """Compile the kernels that plans launch, several at once, so that no call of these layouts has to.
+def compile_ahead(of: Sequence[Plan], part: int = 0, parts: int = 1) -> None:
+    """Compile the kernels that plans launch, so that no call of these layouts has to; of several parts, one.
 
-    Each runs once, on zeros: of lengths that are 0 it does nothing.
+    What is to be compiled runs once, on zeros: of lengths that are 0 it does nothing.
     """
-    launches = {(x.kernel, x.kernel.compiled_for(x.args)): x for plan in of for x in plan.launches}
-    with concurrent.futures.ThreadPoolExecutor(COMPILING_THREADS) as pool:
-        for _ in pool.map(_run_on_zeros, launches.values()):
-            pass
+    for launches in [*_by_kernel(of).values()][part::parts]:
+        for launch in launches:
+            if launch.kernel.linked(launch.args) is not None:
+                continue
+            device = next(x.device for x in launch.args if isinstance(x, Buffer))
+            zeros = {id(x): _zeros_like(x) for x in launch.args if isinstance(x, Buffer)}
+            with torch.cuda.device(device) if is_elsewhere(device) else contextlib.nullcontext():
+                launch.kernel(*[zeros.get(id(x), x) for x in launch.args])
 
 
-def _run_on_zeros(launch: Launch) -> None:
-    device = next(x.device for x in launch.args if isinstance(x, Buffer))
-    zeros: dict[int, torch.Tensor] = {}
-    for x in launch.args:
-        if isinstance(x, Buffer) and id(x) not in zeros:
-            spanned = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
-            memory = torch.zeros(max(spanned, 0) * x.itemsize, dtype=torch.uint8, device=device).view(x.dtype)
-            zeros[id(x)] = memory.as_strided(x.shape, x.stride())
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        launch.kernel(*[zeros.get(id(x), x) for x in launch.args])
+def are_stored(of: Sequence[Plan]) -> bool:
+    """Whether an earlier process compiled all kernels that plans launch."""
+    return all(launches[0].kernel.is_stored(launches[0].args) for launches in _by_kernel(of).values())
+
+
+def _by_kernel(of: Sequence[Plan]) -> dict[Hashable, list[Launch]]:
+    """The launches of plans, by what they compile."""
+    found: dict[Hashable, list[Launch]] = {}
+    for plan in of:
+        for launch in plan.launches:
+            found.setdefault((launch.kernel, launch.kernel.compiled_for(launch.args)), []).append(launch)
+    return found
+
+
+def _zeros_like(x: Buffer) -> torch.Tensor:
+    """Zeros in a buffer's layout."""
+    spanned = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+    memory = torch.zeros(max(spanned, 0) * x.itemsize, dtype=torch.uint8, device=x.device).view(x.dtype)
+    return memory.as_strided(x.shape, x.stride())
 
 
 def is_elsewhere(device: torch.device) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -504,15 +505,17 @@ def test_a_third_call_with_other_bits_is_noticed(third: float) -> None:
 
 
 def step_arguments(device: str, tokens: int, sequences: int) -> StepArgs:
-    q, k = (torch.zeros(tokens, H, 64, dtype=torch.bfloat16, device=device) for H in (4, 2))
-    ends = torch.zeros(sequences + 1, dtype=torch.int32, device=device)
-    table = torch.zeros(sequences, 4, dtype=torch.int32, device=device)
-    cache = ha.paged_kv_cache(2, 2, 64, device=device)
-    return step_problem(q, k, k, cache, ends, table, ends[1:].clone(), num_splits=2)
+    make: Any = fake_cuda if device == "fake" else functools.partial(torch.zeros, device=device)
+    cache = fake_cache(2, 2, 64, 64, ha.BALANCED) if device == "fake" else ha.paged_kv_cache(2, 2, 64, device=device)
+    q, k = (make(tokens, H, 64, dtype=torch.bfloat16) for H in (4, 2))
+    ends, table, seqlens = (
+        make(*shape, dtype=torch.int32) for shape in ((sequences + 1,), (sequences, 4), (sequences,))
+    )
+    return step_problem(q, k, k, cache, ends, table, seqlens, num_splits=2)
 
 
 def test_kernels_are_compiled_ahead_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several plans, each kernel runs once, on zeros of which it makes nothing."""
+    """Of several plans, each kernel runs, on zeros of which it makes nothing; of two parts each in one."""
     ran: list[str] = []
     call = runners.Interpreted.__call__
 
@@ -522,17 +525,25 @@ def test_kernels_are_compiled_ahead_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(runners.Interpreted, "__call__", noted)
     found = [ops.step.plan(step_arguments("cpu", tokens, 2)) for tokens in (2, 200)]
+    launched = {launch.kernel.name for plan in found for launch in plan.launches}
+    assert {"append_kv", "fp8_attn_decode", "fp8_attn_prefill"} <= launched
     plans.compile_ahead(found)
-    launched = {launch.kernel for plan in found for launch in plan.launches}
-    assert sorted(ran) == sorted(kernel.name for kernel in launched)
-    assert {"append_kv", "fp8_attn_decode", "fp8_attn_prefill"} <= {*ran}
+    assert {*ran} == launched
+    ran.clear()
+    plans.compile_ahead(found, 0, 2)
+    first = {*ran}
+    ran.clear()
+    plans.compile_ahead(found, 1, 2)
+    assert first | {*ran} == launched
+    assert not first & {*ran}
 
 
-@pytest.mark.gpu
-def test_what_is_compiled_ahead_needs_no_compiler() -> None:
-    """Nor do other lengths, in the first run of their plans."""
-    plans.forget()
-    plans.compile_ahead([ops.step.plan(step_arguments("cuda", 200, 3))])
-    arguments = step_arguments("cuda", 333, 17)
-    other = ops.step.plan(arguments)
-    assert other._link(len(ops.step.tensors(arguments)))
+def test_what_is_compiled_ahead_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do other lengths."""
+    monkeypatch.setattr(plans, "is_elsewhere", lambda device: False)
+    monkeypatch.setattr(plans, "_zeros_like", lambda x: fake_cuda(*x.shape, dtype=x.dtype))
+    with planning():
+        plans.compile_ahead([ops.step.plan(step_arguments("fake", tokens, 30)) for tokens in (60, 600)])
+        for tokens, sequences in ((40, 20), (640, 17)):
+            arguments = step_arguments("fake", tokens, sequences)
+            assert ops.step.plan(arguments)._link(len(ops.step.tensors(arguments)))

@@ -54,6 +54,10 @@ class Runner:
         """Return what it is compiled for of tensors or buffers like these."""
         return None
 
+    def is_stored(self, args: tuple[Any, ...]) -> bool:
+        """Return whether an earlier process compiled it for buffers like these."""
+        return True
+
 
 class Compiled(Runner):
     """A kernel function compiled through Triton with one config: once a specialisation, for all lengths and strides.
@@ -104,6 +108,10 @@ class Compiled(Runner):
     def compiled_for(self, args: tuple[Any, ...]) -> Hashable:
         """Return what Helion generates code for."""
         return self._generated.base(args)
+
+    def is_stored(self, args: tuple[Any, ...]) -> bool:
+        """Return whether an earlier process generated code for buffers like these."""
+        return self._generated.is_stored(self._generated.base(args))
 
     def linked(self, args: tuple[Any, ...]) -> LinkedLaunch | None:
         """Find a launch on tensors like these buffers, or None if something is to be compiled.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 import helion_attn as ha
 from helion_attn.integrations import vllm as plugin
+from helion_attn.integrations.vllm import warm_up
 
 INSTALLED = importlib.util.find_spec("vllm") is not None
 
@@ -63,6 +65,30 @@ def test_an_unknown_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "0.26" in reason
     with pytest.raises(NotImplementedError, match=r"9\.9\.0"):
         unknown_release.HelionBackend.get_name()
+
+
+def test_another_process_compiles_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it is told is what the server has, and all parts together are all kernels."""
+    kinds = [
+        warm_up.LayerKind(4, 2, 64, "balanced", None, None, has_sinks=False, num_splits=None),
+        warm_up.LayerKind(2, 2, 32, "fast", (99, 0), 30.0, has_sinks=True, num_splits=1),
+    ]
+    server = warm_up.Server(kinds, "bfloat16", drafts=1, max_sequences=3, device="cpu")
+    asked: list[tuple[warm_up.Server, int, int]] = []
+    monkeypatch.setattr(warm_up, "plans_of", lambda server: server)
+    monkeypatch.setattr("helion_attn.plans.compile_ahead", lambda *given: asked.append(given))
+    warm_up.main(json.dumps(server), "2", "3")
+    assert asked == [(server, 2, 3)]
+
+
+def test_what_a_server_compiles() -> None:
+    """Steps of decodes and of prompts, of one sequence and of several."""
+    kind = warm_up.LayerKind(4, 2, 64, "balanced", (99, 0), 30.0, has_sinks=True, num_splits=None)
+    found = warm_up.plans_of(warm_up.Server([kind], "bfloat16", drafts=0, max_sequences=3, device="cpu"))
+    assert len(found) == 2 * 2 * 2
+    assert {"fp8_attn_prefill" in plan.kernels for plan in found} == {True, False}
+    assert all("append_kv + close_full_pages" in plan.kernels for plan in found)
+    assert {"merge_splits_kernel" in plan.kernels for plan in found} == {True, False}
 
 
 GOOD: dict[str, Any] = {

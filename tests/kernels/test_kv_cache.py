@@ -590,9 +590,9 @@ def test_what_a_page_held_before_is_cleared(monkeypatch: pytest.MonkeyPatch) -> 
     from helion_attn.preprocess import append
     from helion_attn.preprocess.lib.v_layout import key_stored_at
 
-    # Of a whole page; of a program's keys it stays.
+    # Of a whole page, which two programs have keys of; of a program's keys it stays.
     monkeypatch.setattr(append, "key_stored_at", lambda place: key_stored_at(place) - (place.numel() // 128) * 10**6)
-    case = make_decoding("randn", [5], 2, 2, 1, 64, "cpu")
+    case = make_decoding("randn", [30], 2, 2, 1, 64, "cpu")
     out, _ = case.run()
     assert out.isnan().any()
 

@@ -16,16 +16,16 @@ from vllm.v1.attention.backend import (
     AttentionType,
 )
 
-from helion_attn.integrations.vllm.warm_up import compile_steps
+from helion_attn.integrations.vllm.warm_up import LayerKind, compile_steps
 from helion_attn.kv_cache import page_bytes, step, step_open_pages
 from helion_attn.problem import open_page_count
-from helion_attn.types import BALANCED, FAST, OpenPages, PagedKVCache
+from helion_attn.types import OpenPages, PagedKVCache, RecipeName
 
 #: Keys of a page: one of vLLM's blocks.
 PAGE = 128
 
 #: The preset that a cache is of, by vLLM's name of its dtype.
-RECIPES = {"int8_per_token_head": BALANCED, "fp8_per_token_head": FAST}
+RECIPES: dict[str, RecipeName] = {"int8_per_token_head": "balanced", "fp8_per_token_head": "fast"}
 
 
 @dataclasses.dataclass
@@ -86,9 +86,9 @@ class HelionMetadataBuilder(AttentionMetadataBuilder[HelionMetadata]):
         layers = vllm_config.compilation_config.static_forward_context
         self.some_share = any(getattr(layers.get(x), "kv_sharing_target_layer_name", None) for x in layer_names)
         if device.type == "cuda":
-            impls = [layers[x].impl for x in layer_names if x in layers]
+            kinds = [layers[x].impl.kind for x in layer_names if x in layers]
             max_sequences = vllm_config.scheduler_config.max_num_seqs
-            compile_steps(impls, vllm_config.model_config.dtype, self.drafts, max_sequences, device)
+            compile_steps(kinds, vllm_config.model_config.dtype, self.drafts, max_sequences, device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> HelionMetadata:
         """Take what vLLM has; nothing is read on the host."""
@@ -148,10 +148,18 @@ class HelionImpl(AttentionImpl[HelionMetadata]):
         return {"sm_scale": self.scale, "window": self.window, "softcap": self.softcap, "sinks": self.sinks}
 
     @property
-    def kind(self) -> tuple[Any, ...]:
+    def kind(self) -> LayerKind:
         """What kernels are compiled for."""
-        heads = self.num_heads, self.num_kv_heads, self.head_size
-        return *heads, self.recipe, self.window, self.softcap, self.sinks is None, self.num_splits
+        return LayerKind(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            recipe=self.recipe,
+            window=self.window,
+            softcap=self.softcap,
+            has_sinks=self.sinks is not None,
+            num_splits=self.num_splits,
+        )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Take the sinks as they were loaded."""
