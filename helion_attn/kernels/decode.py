@@ -254,10 +254,10 @@ def fp8_attn_decode(
         n_left, n_end = split_of_query(n_len - 1, n_len, left, right, split, splits, spec)
         # Pages n_left .. n_whole are seen whole by all rows, in their splits.
         keys_of_first = n_len
-        if spec.has_right:
+        if spec.scores.has_right:
             keys_of_first = torch.clamp_min(torch.minimum(n_len, diagonal + int32(right) + 1), 0)
         n_whole = torch.minimum(n_whole, keys_of_first >> spec.bn_log2)
-        if spec.has_left:
+        if spec.scores.has_left:
             n_left = torch.maximum(n_left, (torch.clamp_min(n_len - 1 - int32(left), 0) + bn - 1) >> spec.bn_log2)
 
         if spec.has_open_pages:
@@ -290,7 +290,7 @@ def fp8_attn_decode(
         if not spec.batch:
             shift_rows = shift_rows + b * kv_heads * group * m_len
         shift = q_scale_log2
-        if spec.shifts_scores:
+        if spec.scores.lse_shift_in_scores:
             shift = hl.load(lse_shift, [shift_rows], extra_mask=in_range)
 
         # Pages from there on may be open.
@@ -315,7 +315,7 @@ def fp8_attn_decode(
             edge = torch.maximum(n_left - int32(j), int32(j + 1) - n_whole)
             if edge > 0:
                 key = (j * bn + hl.arange(bn)).to(torch.int32)
-                visible = visible_keys(key, diagonal + i, n_len, left, right, spec)
+                visible = visible_keys(key, diagonal + i, n_len, left, right, spec.scores)
                 visible = in_split_of_query(visible, j, diagonal + i, n_len, left, right, split, splits, spec)
                 if spec.has_open_pages:
                     there = in_open_pages(j, own_page, n_len, new, drafts, spec)
@@ -383,7 +383,7 @@ def fp8_attn_decode(
                 s, row_scale_log2, own_k, own_v, page_k, page_v, is_open, shift, scales, 0, spec
             )
             key = jt * bn + hl.arange(bn, dtype=torch.int32)
-            visible = visible_keys(key, diagonal + i, n_len, left, right, spec)
+            visible = visible_keys(key, diagonal + i, n_len, left, right, spec.scores)
             visible = in_split_of_query(visible, jt, diagonal + i, n_len, left, right, split, splits, spec)
             if spec.has_open_pages:
                 there = in_open_pages(jt, own_page, n_len, new, drafts, spec)
@@ -431,10 +431,10 @@ def fp8_attn_decode(
         row_sum = torch.where(known_length, row_sum, float("nan"))
         normaliser = 1.0 / row_sum
         total = row_sum
-        if spec.has_sinks:
+        if spec.scores.has_sinks:
             # [rows], in one of the splits
             sink = hl.load(sinks, [head], extra_mask=in_range)
-            if spec.shifts_lse:
+            if spec.scores.lse_shift_in_lse:
                 sink = sink - hl.load(lse_shift, [shift_rows], extra_mask=in_range)
             sink_log2 = torch.where(split + 0 * r == 0, sink * LOG2E, float("-inf"))
             rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, spec)
@@ -442,7 +442,7 @@ def fp8_attn_decode(
         # [rows, d_v_tile]
         o = acc.transpose(0, 1) * normaliser.unsqueeze(1)
         no_key = row_sum == 0.0
-        if spec.has_sinks:
+        if spec.scores.has_sinks:
             no_key = no_key & (total == total)  # a sink that is NaN stays one
         o = torch.where(no_key.unsqueeze(1), 0.0, o)
         out_cols = hl.arange(d_v_tile)
@@ -461,7 +461,7 @@ def fp8_attn_decode(
             stored = in_range.unsqueeze(1) & (out_cols < d_out).unsqueeze(0)
             hl.store(out, [out_rows, out_cols], o.to(out.dtype), extra_mask=stored)
         lse_of_row = (m_i + torch.log2(total)) * LN2
-        if spec.shifts_lse and not spec.is_split_kv:
+        if spec.scores.lse_shift_in_lse and not spec.is_split_kv:
             lse_of_row = lse_of_row + hl.load(lse_shift, [shift_rows], extra_mask=in_range)
         hl.store(lse, [split * split_rows + lse_rows], lse_of_row, extra_mask=in_range)
 

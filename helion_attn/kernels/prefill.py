@@ -253,10 +253,10 @@ def fp8_attn_prefill(
         n_left, n_end = split_of_query(last_on_diagonal, n_len, left, right, split, splits, spec)
         # Pages n_left .. n_whole are seen whole by all rows of the tile, in their splits.
         keys_of_first = n_len
-        if spec.has_right:
+        if spec.scores.has_right:
             keys_of_first = torch.clamp_min(torch.minimum(n_len, first_on_diagonal + int32(right) + 1), 0)
         n_whole = torch.minimum(n_whole, keys_of_first >> spec.bn_log2)
-        if spec.has_left:
+        if spec.scores.has_left:
             left_edge = torch.clamp_min(last_on_diagonal - int32(left), 0)
             n_left = torch.maximum(n_left, (left_edge + bn - 1) >> spec.bn_log2)
 
@@ -292,7 +292,7 @@ def fp8_attn_prefill(
         if not spec.batch:
             lse_rows = lse_rows + b * kv_heads * group * m_len
         shift = q_scale_log2
-        if spec.shifts_scores:
+        if spec.scores.lse_shift_in_scores:
             shift = hl.load(lse_shift, [lse_rows], extra_mask=in_range)
         entry = hl.load(block_table, [first_entry + imin(n_begin, int32(max_pages - 1))])
         # Pages from there on may be open.
@@ -316,7 +316,7 @@ def fp8_attn_prefill(
             edge = torch.maximum(n_left - int32(j), int32(j + 1) - n_whole)
             if edge > 0:
                 key = int32(j * bn) + hl.arange(bn, dtype=torch.int32)
-                visible = visible_keys(key, on_diagonal, n_len, int32(left), int32(right), spec)
+                visible = visible_keys(key, on_diagonal, n_len, int32(left), int32(right), spec.scores)
                 visible = in_split_of_query(visible, j, on_diagonal, n_len, left, right, split, splits, spec)
                 if spec.has_open_pages:
                     there = in_open_pages(j, own_page, n_len, new, drafts, spec)
@@ -386,7 +386,7 @@ def fp8_attn_prefill(
                 s, row_scale_log2, own_k, own_v, page_k, page_v, is_open, shift, scales, 1, spec
             )
             key = jt * bn + hl.arange(bn, dtype=torch.int32)
-            visible = visible_keys(key, on_diagonal, n_len, int32(left), int32(right), spec)
+            visible = visible_keys(key, on_diagonal, n_len, int32(left), int32(right), spec.scores)
             visible = in_split_of_query(visible, jt, on_diagonal, n_len, left, right, split, splits, spec)
             if spec.has_open_pages:
                 there = in_open_pages(jt, own_page, n_len, new, drafts, spec)
@@ -444,19 +444,19 @@ def fp8_attn_prefill(
         row_sum = torch.where(known_length, row_sum, float("nan"))
         normaliser = 1.0 / row_sum
         total = row_sum
-        if spec.has_sinks:
+        if spec.scores.has_sinks:
             # [bm], in one of the splits
             sink = hl.load(sinks, [head], extra_mask=in_range)
-            if spec.shifts_lse:
+            if spec.scores.lse_shift_in_lse:
                 sink = sink - hl.load(lse_shift, [lse_rows], extra_mask=in_range)
             sink_log2 = torch.where(split + 0 * r == 0, sink * LOG2E, float("-inf"))
             rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, spec)
             normaliser = rescale / total
         no_key = row_sum == 0.0
-        if spec.has_sinks:
+        if spec.scores.has_sinks:
             no_key = no_key & (total == total)  # a sink that is NaN stays one
         lse_of_row = (m_i + torch.log2(total)) * LN2
-        if spec.shifts_lse and not spec.is_split_kv:
+        if spec.scores.lse_shift_in_lse and not spec.is_split_kv:
             lse_of_row = lse_of_row + hl.load(lse_shift, [lse_rows], extra_mask=in_range)
         hl.store(lse, [split * split_rows + lse_rows], lse_of_row, extra_mask=in_range)
         out_rows = split * split_rows + head * out_head_step + (first_query + query) * out_row_step

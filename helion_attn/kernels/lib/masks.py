@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from helion_attn.compiler.helion_adapter import hl
-from helion_attn.kernels.lib.specs import AttentionSpec, PagedSpec
+from helion_attn.kernels.lib.specs import AttentionSpec
 from helion_attn.options import ScoreSpec
 
 
@@ -29,7 +29,7 @@ def visible_keys(
     n_len: int | torch.Tensor,  # [], like the next two
     left: int | torch.Tensor,
     right: int | torch.Tensor,
-    spec: ScoreSpec | PagedSpec,
+    spec: ScoreSpec,
 ) -> torch.Tensor:
     """Which keys of a block each row sees: [bm, bn], or [1, bn] if all see the same, without a window or causality."""
     keys = keys.unsqueeze(0)

@@ -148,9 +148,9 @@ def page_scores(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores of a closed page, `spec.line_bias` too large, and their factors, [rows], which are never 0."""
     scale_log2 = maximum(scale_log2, hl.full([], FP32_TINY, dtype=torch.float32), spec.is_cuda)
-    if spec.has_softcap:
+    if spec.scores.has_softcap:
         s = s - spec.s_bias
-        if spec.shifts_scores:
+        if spec.scores.lse_shift_in_scores:
             s = fma(s, scale_log2.unsqueeze(keys_axis), shift.unsqueeze(keys_axis), spec.is_cuda)
         else:
             s = s * scale_log2.unsqueeze(keys_axis)
@@ -168,7 +168,7 @@ def may_be_wide(
 ) -> torch.Tensor:
     """1 if some row's scale of a closed page may pass `spec.max_fused_scale`, or 0 if none does."""
     scale_log2 = largest_q_scale_log2 * k_descale
-    if spec.has_softcap:
+    if spec.scores.has_softcap:
         scale_log2 = hl.full([], scales.tanh_scale, dtype=torch.float32)
     # Not "large", since a NaN is not within.
     return 1 - (scale_log2 <= spec.max_fused_scale).to(torch.int32)
@@ -265,9 +265,9 @@ def split_of_query(
 ) -> tuple[Any, Any]:
     """The pages of a query's split, from one up to another. Both grow with the query."""
     first, keys = int32(0), n_len
-    if spec.has_left:
+    if spec.scores.has_left:
         first = torch.clamp_min(on_diagonal - int32(left), 0) >> spec.bn_log2
-    if spec.has_right:
+    if spec.scores.has_right:
         keys = torch.clamp_min(torch.minimum(n_len, on_diagonal + int32(right) + 1), 0)
     stop = (keys + (1 << spec.bn_log2) - 1) >> spec.bn_log2
     if spec.is_split_kv:
@@ -287,7 +287,7 @@ def in_split_of_query(
     spec: PagedSpec,
 ) -> torch.Tensor:
     """`visible` of page j, or nothing where it lies in another of the query's splits."""
-    if spec.is_split_kv and (spec.has_left or spec.has_right):
+    if spec.is_split_kv and (spec.scores.has_left or spec.scores.has_right):
         begin, stop = split_of_query(on_diagonal, n_len, left, right, split, splits, spec)
         return visible & ((begin <= int32(j)) & (int32(j) < stop)).unsqueeze(1)
     return visible
@@ -307,7 +307,7 @@ def own_page_of(
 ) -> torch.Tensor:
     """The page that a query sees open: that of its own key; with a right edge beyond that, the one that is not full."""
     last = (n_len >> spec.bn_log2) + 0 * on_diagonal
-    if spec.has_right:
+    if spec.scores.has_right:
         return torch.where(int32(right) > 0, last, on_diagonal >> spec.bn_log2)
     return last
 
@@ -379,11 +379,11 @@ def scores_by_form(
     if spec.line_bias:
         s = s - torch.where(opened, spec.line_bias, 0.0)
     page_scale = maximum(q_scale_log2 * page_k, hl.full([], FP32_TINY, dtype=torch.float32), spec.is_cuda)
-    of_row = torch.where(opened, q_scale_log2, page_scale if spec.has_softcap else 1.0)
+    of_row = torch.where(opened, q_scale_log2, page_scale if spec.scores.has_softcap else 1.0)
     factors = of_row.unsqueeze(keys_axis) * torch.where(opened, k_descale, 1.0).unsqueeze(1 - keys_axis)
-    if spec.has_softcap:
+    if spec.scores.has_softcap:
         s = s - spec.s_bias
-        if spec.shifts_scores:
+        if spec.scores.lse_shift_in_scores:
             s = fma(s, factors, shift.unsqueeze(keys_axis), spec.is_cuda)
         else:
             s = s * factors
@@ -519,15 +519,11 @@ def launch_paged(
         s_bias=INT8_SCORE_BIAS if int8_keys and a.q.is_cuda and not d_in_halves else 0.0,
         max_fused_scale=max_fused_scale(k_dtype, d_in_halves, a.scores.softcap is not None),
         may_be_wide=a.scores.softcap is None or scales.tanh_scale > MAX_PAGE_SCORE_LOG2,
-        has_lse_shift=shift is not None,
         p_offset_log2=float(MAX_P_OFFSET_LOG2[v8.dtype]),
         p_bits=p_bits,
         p_steps=E4M3_STEPS if p_bits else 1.0,
         p_one=E4M3_BITS_OF_ONE if p_bits else 0.0,
-        has_left=a.scores.left >= 0,
-        has_right=a.scores.right >= 0,
-        has_softcap=a.scores.softcap is not None,
-        has_sinks=a.scores.sinks is not None,
+        scores=a.scores.spec(has_lse_shift=shift is not None),
         is_cuda=a.q.is_cuda,
     )
     kernel.run(
@@ -576,7 +572,5 @@ def launch_paged(
     )
     if is_split_kv:
         # Splits lack it, so that their weights do not depend on whether the lse is returned.
-        merge_splits(
-            split_out, split_lse.view(splits, -1), out, lse, a.bshd, None, shift if spec.shifts_lse else None, batch,
-            a.cache_seqlens,
-        )  # fmt: skip
+        in_lse = shift if spec.scores.lse_shift_in_lse else None
+        merge_splits(split_out, split_lse.view(splits, -1), out, lse, a.bshd, None, in_lse, batch, a.cache_seqlens)

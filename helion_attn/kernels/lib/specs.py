@@ -208,7 +208,6 @@ class PagedSpec(NamedTuple):
         s_bias: how much too large scores are as the tensor core gives them.
         max_fused_scale: the largest scale of a row's scores up to which one FMA takes them to P.
         may_be_wide: no softcap keeps scores within `MAX_PAGE_SCORE_LOG2`.
-        has_lse_shift: K's mean took a product with each row from its scores, and a softcap, a sink or the lse needs it.
         p_bits: P's bits come from scores, and row sums are of the rounded P.
         p_steps: an octave of P on the line that a score is taken to: `E4M3_STEPS` with `p_bits`, or 1.
         p_one: and where P is 1 on it.
@@ -232,31 +231,17 @@ class PagedSpec(NamedTuple):
     s_bias: float
     max_fused_scale: float
     may_be_wide: bool
-    has_lse_shift: bool
     p_bits: bool
     p_steps: float
     p_one: float
     p_offset_log2: float
-    has_left: bool
-    has_right: bool
-    has_softcap: bool
-    has_sinks: bool
+    scores: ScoreSpec
     is_cuda: bool
 
     @property
     def line_bias(self) -> float:
         """How much too large scores are that the line to P takes: a tanh takes them without."""
-        return 0.0 if self.has_softcap else self.s_bias
-
-    @property
-    def shifts_scores(self) -> bool:
-        """Whether `lse_shift` is added to scores: a softmax can do without, tanh cannot."""
-        return self.has_lse_shift and self.has_softcap
-
-    @property
-    def shifts_lse(self) -> bool:
-        """Whether `lse_shift` is added to the lse: with a softcap scores have it already."""
-        return self.has_lse_shift and not self.has_softcap
+        return 0.0 if self.scores.has_softcap else self.s_bias
 
     @property
     def sum_rows(self) -> int:
