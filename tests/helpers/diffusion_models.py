@@ -1,4 +1,4 @@
-"""Transformers of four pipelines of diffusers, tiny and random, and what they are called with."""
+"""Transformers of pipelines of diffusers, tiny and random, and what they are called with."""
 
 from __future__ import annotations
 
@@ -45,6 +45,37 @@ def qwen_image(layers: int = 2) -> Any:
     ).eval()  # fmt: skip
 
 
+def hunyuan_video15(layers: int = 2) -> Any:
+    return diffusers.HunyuanVideo15Transformer3DModel(
+        in_channels=9, out_channels=4, num_attention_heads=2, attention_head_dim=32, num_layers=layers,
+        num_refiner_layers=1, text_embed_dim=24, text_embed_2_dim=12, image_embed_dim=10, rope_axes_dim=(8, 12, 12),
+        target_size=16,
+    ).eval()  # fmt: skip
+
+
+def flux2(layers: int = 1) -> Any:
+    return diffusers.Flux2Transformer2DModel(
+        in_channels=16, num_layers=layers, num_single_layers=2, attention_head_dim=32, num_attention_heads=2,
+        joint_attention_dim=24, timestep_guidance_channels=16, mlp_ratio=2.0, axes_dims_rope=(8, 8, 8, 8),
+    ).eval()  # fmt: skip
+
+
+def z_image(layers: int = 2) -> Any:
+    return diffusers.ZImageTransformer2DModel(
+        in_channels=4, dim=64, n_layers=layers, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=24,
+        axes_dims=[8, 12, 12], axes_lens=[128, 32, 32],
+    ).eval()  # fmt: skip
+
+
+def minimax_h3(layers: int = 2) -> Any:
+    """RoPE turns 24 channels of 32."""
+    return diffusers.MiniMaxH3Transformer3DModel(
+        num_attention_heads=2, attention_head_dim=32, hidden_size=64, num_layers=layers, num_refiner_layers=1,
+        ffn_dim=64, in_channels=4, audio_in_channels=6, text_dim=24, freq_dim=16, time_embed_hidden_dim=32,
+        time_embed_dim=32, rope_freq_dim=4,
+    ).eval()  # fmt: skip
+
+
 def kept_tokens(count: int, *kept: int) -> torch.Tensor:
     """A mask of so many tokens: the first of each sequence."""
     return (torch.arange(count) < torch.tensor(kept)[:, None]).long()
@@ -66,6 +97,26 @@ def inputs_of(model: Any) -> dict[str, Any]:
             **{"encoder_attention_mask": kept_tokens(11, 11, 4), "pooled_projections": rand(2, 12, seed=2)},
             "guidance": torch.tensor([6.0, 6.0]),
         }
+    if kind == "HunyuanVideo15Transformer3DModel":
+        return {
+            **{"hidden_states": rand(2, 9, 2, 5, 6), "timestep": time.float(), "encoder_hidden_states": text},
+            **{"encoder_attention_mask": kept_tokens(11, 11, 4), "image_embeds": rand(2, 3, 10, seed=2)},
+            **{"encoder_hidden_states_2": rand(2, 5, 12, seed=3), "encoder_attention_mask_2": kept_tokens(5, 5, 2)},
+        }
+    if kind == "Flux2Transformer2DModel":
+        ids = torch.cartesian_prod(torch.zeros(1), torch.arange(5.0), torch.arange(6.0), torch.zeros(1))
+        return tokens | {"img_ids": ids, "txt_ids": torch.zeros(9, 4), "guidance": torch.tensor([4.0, 4.0])}
+    if kind == "ZImageTransformer2DModel":
+        return {"x": [rand(4, 1, 10, 12)], "t": time[:1] / 1000, "cap_feats": [text[0]]}
+    if kind == "MiniMaxH3Transformer3DModel":
+        positions = torch.randint(0, 20, (30, 3), generator=torch.Generator().manual_seed(5))
+        tags = torch.tensor([1] * 7 + [0] * 20 + [2] * 3)
+        return {
+            **{"hidden_states": rand(2, 20, 16), "audio_hidden_states": rand(2, 3, 6, seed=2)},
+            **{"encoder_hidden_states": text[:, :7], "timestep": time / 1000, "timestep_indices": tags % 2},
+            **{"token_tags": tags, "position_ids": positions, "text_indices": torch.arange(7)},
+            **{"video_indices": torch.arange(7, 27), "audio_indices": torch.arange(27, 30)},
+        }
     inputs = {"hidden_states": rand(2, 4, 2, 8, 10), "timestep": time, "encoder_hidden_states": text}
     if model.config.image_dim is not None:
         images = {"encoder_hidden_states_image": rand(2, 7, model.config.image_dim, seed=2)}
@@ -83,6 +134,18 @@ MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "qwen_image": (qwen_image, {}),
     # Padding between text and image.
     "qwen_image_padded": (qwen_image, {"encoder_hidden_states_mask": kept_tokens(9, 9, 4)}),
+    "hunyuan_video15": (hunyuan_video15, {}),
+    "flux2": (flux2, {}),
+    "z_image": (z_image, {}),
+    "z_image_of_two": (
+        z_image,
+        {
+            "x": [rand(4, 1, 10, 12), rand(4, 1, 8, 8)],
+            "t": torch.tensor([0.3, 0.7]),
+            "cap_feats": [rand(9, 24), rand(40, 24)],
+        },
+    ),
+    "minimax_h3": (minimax_h3, {}),
 }
 
 

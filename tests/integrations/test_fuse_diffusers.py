@@ -1,4 +1,4 @@
-"""Processors that fuse norms and RoPE: tiny, random transformers of four pipelines, beside diffusers' processors."""
+"""Processors that fuse norms and RoPE: tiny, random transformers of pipelines, beside diffusers' processors."""
 
 from __future__ import annotations
 
@@ -20,19 +20,32 @@ from helpers.host_reads import HostReads
 
 diffusers = pytest.importorskip("diffusers")
 from helion_attn.integrations import diffusers as backend  # noqa: E402
-from helion_attn.integrations.fused import fuse_diffusers  # noqa: E402
+from helion_attn.integrations.fused import diffusers_processors  # noqa: E402
 from helpers.diffusion_models import MODELS, made, rand  # noqa: E402
+
+#: Attention of models, of which norms are fused: where it is, and what it has been handed.
+HAS_NORMS = {
+    "wan": lambda model: model.blocks[0].attn1,
+    "wan_of_images": lambda model: model.blocks[0].attn2,
+    "flux": lambda model: model.single_transformer_blocks[0].attn,
+    "hunyuan_video": lambda model: model.single_transformer_blocks[0].attn,
+    "flux2": lambda model: model.single_transformer_blocks[0].attn,
+    "z_image": lambda model: model.layers[0].attention,
+    "minimax_h3": lambda model: model.transformer_blocks[0].attn,
+}
 
 #: Name, and what is fused in some attention of it.
 PARTS = [
-    *((name, what) for name in ("flux", "wan", "wan_of_images", "hunyuan_video") for what in ("q_norm", "k_norm")),
-    *((name, "rope") for name in MODELS if name != "qwen_image_padded"),
+    *((name, what) for name in HAS_NORMS for what in ("q_norm", "k_norm")),
+    *((name, "rope") for name in MODELS if name not in ("qwen_image_padded", "z_image_of_two")),
 ]
 
 
 def output(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
     with torch.no_grad():
         found = model(**inputs, return_dict=False)[0]
+    if isinstance(found, list):  # of images of different sizes
+        found = torch.cat([x.flatten() for x in found])
     assert isinstance(found, torch.Tensor)
     return found
 
@@ -132,8 +145,11 @@ def test_no_layer_waits_for_the_device(name: str, mode: Any, monkeypatch: pytest
     ha.fuse_diffusers(model)
     with mode(), HostReads() as reads:
         model(**inputs)
-    layers = {"hunyuan_video": 3, "hunyuan_video_of_one_length": 3, "qwen_image_padded": 2}.get(name, 0)
-    assert reads.names == ["__bool__", "tolist"] * layers
+    layers = {"hunyuan_video": 3, "hunyuan_video_of_one_length": 3, "qwen_image_padded": 2}
+    layers |= {"hunyuan_video15": 2, "z_image_of_two": 3}
+    # This model looks whether there is an image.
+    own = ["__bool__"] if name == "hunyuan_video15" else []
+    assert reads.names == own + ["__bool__", "tolist"] * layers.get(name, 0)
 
 
 def test_tables_are_padded_where_tokens_follow() -> None:
@@ -141,9 +157,9 @@ def test_tables_are_padded_where_tokens_follow() -> None:
     angles = torch.outer(torch.arange(5.0), torch.arange(1.0, 5.0))
     cos, sin = (x.repeat_interleave(2, 1) for x in (angles.cos(), angles.sin()))
     with mock.patch.object(torch.nn.functional, "pad", wraps=torch.nn.functional.pad) as pad:
-        rope = fuse_diffusers.rope_of(cos, sin)
+        rope = diffusers_processors.rope_of(cos, sin)
         assert pad.call_count == 0
-        longer = fuse_diffusers.rope_of(cos, sin, 3)
+        longer = diffusers_processors.rope_of(cos, sin, 3)
     assert torch.equal(rope.cos, angles.cos())
     assert torch.equal(rope.sin, angles.sin())
     assert torch.equal(longer.cos, torch.cat([angles.cos(), torch.ones(3, 4)]))
@@ -213,7 +229,9 @@ def test_a_processor_that_takes_something_else(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_models_without_such_attention() -> None:
-    with pytest.raises(ValueError, match="model is a Linear without attention of Wan, Flux, Qwen-Image or Hun"):
+    with pytest.raises(
+        ValueError, match=r"model is a Linear without attention of Wan, Flux, .*Z-Image or MiniMax-H3; it"
+    ):
         ha.fuse_diffusers(torch.nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"model is a str; it must be a torch.nn.Module"):
         ha.fuse_diffusers("wan")  # type: ignore[arg-type]
@@ -224,15 +242,6 @@ def begun() -> Any:
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(2)
     return scheduler
-
-
-#: Attention of models, of which norms are fused: where it is, and what it has been handed.
-HAS_NORMS = {
-    "wan": lambda model: model.blocks[0].attn1,
-    "wan_of_images": lambda model: model.blocks[0].attn2,
-    "flux": lambda model: model.single_transformer_blocks[0].attn,
-    "hunyuan_video": lambda model: model.single_transformer_blocks[0].attn,
-}
 
 
 def with_a_hook(attn: Any, name: str) -> None:
@@ -359,7 +368,7 @@ def test_tables_of_a_cuda_graph() -> None:
     assert relative_error(out, expected) < 1e-3
 
 
-@pytest.mark.parametrize("name", ["flux", "wan", "hunyuan_video", "qwen_image"])
+@pytest.mark.parametrize("name", ["flux", "wan", "hunyuan_video", "qwen_image", "flux2", "minimax_h3"])
 def test_a_fused_model_can_be_saved(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After it has run."""
     model, inputs = made(name)
@@ -373,19 +382,19 @@ def test_a_fused_model_can_be_saved(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert [call.kwargs["recipe"] for call in calls.call_args_list] == [ha.FAST] * 2 * count
 
 
-@pytest.mark.parametrize("name", ["flux", "wan", "hunyuan_video", "qwen_image"])
+@pytest.mark.parametrize("name", ["flux", "wan", "hunyuan_video", "qwen_image", "flux2", "minimax_h3"])
 def test_a_processor_made_of_its_class_says_what_to_do(name: str) -> None:
     """As diffusers makes them, for all attention of a model, where it changes some."""
     model, _ = made(name)
     ha.fuse_diffusers(model)
     makes = {type(processor) for processor in model.attn_processors.values() if hasattr(processor, "recipe")}
-    assert len(makes) == 1
+    assert len(makes) == 1 + (name == "flux2")
     for make in makes:
         with pytest.raises(TypeError, match=rf"{make.__name__} is made without a recipe.*helion_attn\.unfuse\(model\)"):
             make()
 
 
-@pytest.mark.parametrize("name", ["flux", "wan", "hunyuan_video", "qwen_image"])
+@pytest.mark.parametrize("name", ["flux", "wan", "hunyuan_video", "qwen_image", "flux2", "minimax_h3"])
 def test_unfuse(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is what it was, to the bit, with its own processors and their backends."""
     model, inputs = made(name)

@@ -1,4 +1,4 @@
-"""Attention processors for diffusers whose norms of Q and K and RoPE are a part of quantising.
+"""`fuse_diffusers`: attention processors of a model of diffusers whose norms of Q and K and RoPE are fused.
 
 A backend gets Q and K normalised and rotated, each step of which reads and writes them. A processor has the modules
 that do it, and hands their weights on.
@@ -8,284 +8,31 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from helion_attn.integrations.diffusers import attend, attention_layers, visible_of
-from helion_attn.integrations.diffusers_schedule import (
-    BoundSchedule,
-    Schedule,
-    bound_schedule,
-    check_eager,
-    check_schedule,
-    choice_of,
+from helion_attn.integrations.diffusers import attention_layers
+from helion_attn.integrations.diffusers_schedule import Schedule, bound_schedule, check_schedule
+from helion_attn.integrations.fused.diffusers_processors import (
+    NOT_PARALLEL,
+    Flux2ParallelProcessor,
+    FluxProcessor,
+    HunyuanVideo15Processor,
+    HunyuanVideoProcessor,
+    MiniMaxH3Processor,
+    Processor,
+    QwenImageProcessor,
+    WanProcessor,
+    ZImageProcessor,
 )
-from helion_attn.integrations.fused.qk_prologue import QKPrologue, fusable_norm, get_rope_cache, split_prologue
-from helion_attn.integrations.inputs import autocast_inputs, check_module
+from helion_attn.integrations.inputs import check_module
 from helion_attn.names import reject_unknown_kwargs
-from helion_attn.types import BALANCED, Auto, Recipe, RecipeName, Rope, as_choice, unchecked_rope
+from helion_attn.types import BALANCED, Auto, Recipe, RecipeName, as_choice
 
 if TYPE_CHECKING:
     from helion_attn.integrations.diffusers_schedule import ScheduleFunction
-
-#: Of Wan's text, behind those of an image, as diffusers has it.
-TEXT_TOKENS = 512
-
-#: What an error says of context parallelism.
-NOT_PARALLEL = "a model that fuse_diffusers was given has none: use the backend of register_diffusers"
-
-Rotary = tuple[torch.Tensor, torch.Tensor]
-
-
-def rope_of(cos: torch.Tensor, sin: torch.Tensor, more: int = 0) -> Rope:
-    """Make a Rope of tables [S, D] or [1, S, 1, D] that have every column twice in a row.
-
-    `more` tokens follow that are not rotated.
-    """
-    cos, sin = (x.float().view(-1, x.size(-1))[:, ::2] for x in (cos, sin))
-    if more:
-        cos, sin = (torch.nn.functional.pad(x, (0, 0, 0, more), value=at) for x, at in ((cos, 1.0), (sin, 0.0)))
-    return unchecked_rope(cos.contiguous(), sin.contiguous(), interleaved=True)
-
-
-def rope_of_complex(*tables: torch.Tensor) -> Rope:
-    """Make a Rope of complex tables [S, D / 2], joined along S."""
-    angles = torch.cat(tables)
-    return unchecked_rope(angles.real.float().contiguous(), angles.imag.float().contiguous(), interleaved=True)
-
-
-class Processor:
-    """The common part of all processors.
-
-    Attributes:
-        recipe: how the tensors become 8-bit numbers.
-        own: the processor of diffusers in whose place it is.
-        functions: of diffusers, by name.
-        layer: the number of the attention.
-        schedule: with its steps.
-    """
-
-    def __init__(
-        self,
-        recipe: Recipe | Auto | None = None,
-        own: Any = None,
-        functions: dict[str, Callable[..., Any]] | None = None,
-        layer: int = 0,
-        schedule: BoundSchedule | None = None,
-    ) -> None:
-        if recipe is None:
-            # diffusers makes processors so, for example when it loads an IP-Adapter.
-            raise TypeError(
-                f"helion_attn: a {type(self).__name__} is made without a recipe; fuse_diffusers makes it with one: "
-                f"call helion_attn.unfuse(model) before you load an IP-Adapter or set other processors, and then use "
-                f"the backend of register_diffusers"
-            )
-        self.recipe, self.own, self.functions = recipe, own, {} if functions is None else functions
-        self.layer, self.schedule = layer, schedule
-
-    @property
-    def _attention_backend(self) -> None:
-        """diffusers' backend: none is asked."""
-        return None
-
-    @_attention_backend.setter
-    def _attention_backend(self, backend: object) -> None:
-        if backend is not None:
-            raise NotImplementedError(
-                f"helion_attn: the backend is {backend}; a model that fuse_diffusers was given has none: "
-                f"call helion_attn.unfuse(model) first"
-            )
-
-    @property
-    def _parallel_config(self) -> None:
-        """diffusers' context parallelism: there is none."""
-        return None
-
-    @_parallel_config.setter
-    def _parallel_config(self, config: object) -> None:
-        if config is not None:
-            raise NotImplementedError(f"helion_attn: context parallelism is enabled; {NOT_PARALLEL}")
-
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        prologue: QKPrologue,
-        attention_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """[B, S, H, D] each, to [B, S, H * D_v]."""
-        q, k, v = autocast_inputs(q, k, v)
-        B, M, H, N = *q.shape[:3], k.size(1)
-        visible = visible_of(attention_mask, B, H, M, N, "attention_mask")
-        recipe, pattern = self.recipe, None
-        if self.schedule is not None:
-            check_eager()
-            recipe, pattern = choice_of(self.schedule, self.layer, recipe, q, k)
-        out, _ = attend(q, k, v, recipe=recipe, visible=visible, pattern=pattern, prologue=prologue)
-        return out.flatten(2, 3)
-
-
-class WanProcessor(Processor):
-    """In place of `WanAttnProcessor`: norms over all heads, in self- and cross-attention."""
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        rotary_emb: Rotary | None = None,
-    ) -> torch.Tensor:
-        """Attention of [B, S, channels] to itself or to what is encoded."""
-        image = None
-        if attn.add_k_proj is not None and encoder_hidden_states is not None:
-            if rotary_emb is not None:
-                raise NotImplementedError("helion_attn: rotary_emb is given for attention to an image; it must be None")
-            tokens = encoder_hidden_states.size(1) - TEXT_TOKENS
-            image, encoder_hidden_states = encoder_hidden_states[:, :tokens], encoder_hidden_states[:, tokens:]
-        q, k, v = (
-            x.unflatten(2, (attn.heads, -1))
-            for x in self.functions["_get_qkv_projections"](attn, hidden_states, encoder_hidden_states)
-        )
-        rope_cache = get_rope_cache(rope_of, rotary_emb)
-        q, k, prologue = split_prologue(q, k, attn.norm_q, attn.norm_k, "bsc", rope_cache)
-        out = self.attend(q, k, v, prologue, attention_mask)
-        if image is not None:
-            k, v = (x.unflatten(2, (attn.heads, -1)) for x in self.functions["_get_added_kv_projections"](attn, image))
-            k, k_norm = fusable_norm(attn.norm_added_k, k, "bsc")
-            out = out + self.attend(q, k, v, prologue._replace(k_norm=k_norm, rope_cache=None))
-        return project_out(attn, out)
-
-
-class FluxProcessor(Processor):
-    """In place of `FluxAttnProcessor`: norms by head, in blocks of one stream.
-
-    In blocks of two the streams have weights of their own: the model's norms run as they are, and RoPE alone is fused.
-    """
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        image_rotary_emb: Rotary | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Attention of [B, S, channels] to itself, and of both streams together."""
-        projected = self.functions["_get_qkv_projections"](attn, hidden_states, encoder_hidden_states)
-        q, k, v = (x.unflatten(-1, (-1, attn.head_dim)) for x in projected[:3])
-        rope_cache = get_rope_cache(rope_of, image_rotary_emb)
-        prologue = QKPrologue(rope_cache=rope_cache)
-        if attn.added_kv_proj_dim is None:
-            q, k, prologue = split_prologue(q, k, attn.norm_q, attn.norm_k, "bshd", rope_cache)
-        else:
-            text = [x.unflatten(-1, (-1, attn.head_dim)) for x in projected[3:]]
-            q, k, v = join_streams(attn, text, [q, k, v], text_first=True)
-        out = self.attend(q, k, v, prologue, attention_mask)
-        if encoder_hidden_states is None:
-            return out
-        return split_streams(attn, out, encoder_hidden_states.size(1))
-
-
-class QwenImageProcessor(Processor):
-    """In place of `QwenDoubleStreamAttnProcessor2_0`: all of its blocks have two streams, as some of Flux."""
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        encoder_hidden_states_mask: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        image_rotary_emb: Rotary | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of image and text, [B, S, channels] each, together."""
-        if encoder_hidden_states is None or attention_mask is not None:
-            raise ValueError(
-                "helion_attn: Qwen-Image's attention needs encoder_hidden_states, and attention_mask must be None: "
-                "encoder_hidden_states_mask says what of the text is padding"
-            )
-        if encoder_hidden_states_mask is not None:
-            # [B, 1, 1, text and image]
-            attention_mask = torch.nn.functional.pad(
-                encoder_hidden_states_mask.bool(), (0, hidden_states.size(1)), value=True
-            )[:, None, None]
-        image, text = project_image(attn, hidden_states), project_text(attn, encoder_hidden_states)
-        q, k, v = join_streams(attn, text, image, text_first=True)
-        rope_cache = get_rope_cache(rope_of_complex, None if image_rotary_emb is None else image_rotary_emb[::-1])
-        out = self.attend(q, k, v, QKPrologue(rope_cache=rope_cache), attention_mask)
-        return split_streams(attn, out, encoder_hidden_states.size(1))
-
-
-class HunyuanVideoProcessor(Processor):
-    """In place of `HunyuanVideoAttnProcessor2_0`: norms as in Flux; the text comes last, and is not rotated."""
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        image_rotary_emb: Rotary | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attention of a video, [B, S, channels], to itself, and together with a text."""
-        text = encoder_hidden_states
-        rope_cache = get_rope_cache(rope_of, image_rotary_emb, 0 if text is None else text.size(1))
-        prologue = QKPrologue(rope_cache=rope_cache)
-        if attn.add_q_proj is not None and text is not None:
-            q, k, v = join_streams(attn, project_text(attn, text), project_image(attn, hidden_states), text_first=False)
-        else:
-            q, k, v = project_image(attn, hidden_states if text is None else torch.cat([hidden_states, text], 1))
-            q, k, prologue = split_prologue(q, k, attn.norm_q, attn.norm_k, "bshd", rope_cache)
-        out = self.attend(q, k, v, prologue, attention_mask)
-        if text is None:
-            return out, None
-        out, out_text = out.tensor_split([hidden_states.size(1)], 1)
-        if getattr(attn, "to_out", None) is not None:
-            out = project_out(attn, out)
-        if getattr(attn, "to_add_out", None) is not None:
-            out_text = attn.to_add_out(out_text)
-        return out, out_text
-
-
-def project_image(attn: Any, x: torch.Tensor) -> list[torch.Tensor]:
-    """Return Q, K and V [B, S, heads, D] of an image or a video [B, S, channels]."""
-    return [project(x).unflatten(2, (attn.heads, -1)) for project in (attn.to_q, attn.to_k, attn.to_v)]
-
-
-def project_text(attn: Any, x: torch.Tensor) -> list[torch.Tensor]:
-    """Return Q, K and V [B, S, heads, D] of a text [B, S, channels] that is a stream of its own."""
-    projections = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
-    return [project(x).unflatten(2, (attn.heads, -1)) for project in projections]
-
-
-def join_streams(
-    attn: Any, text: list[torch.Tensor], image: list[torch.Tensor], *, text_first: bool
-) -> list[torch.Tensor]:
-    """Return Q, K and V of two streams, normalised by the model: their weights differ."""
-    norms = ((attn.norm_added_q, attn.norm_q), (attn.norm_added_k, attn.norm_k), (None, None))
-    joined = []
-    for *streams, stream_norms in zip(text, image, norms, strict=True):
-        both = [x if norm is None else norm(x) for x, norm in zip(streams, stream_norms, strict=True)]
-        joined.append(torch.cat(both if text_first else both[::-1], 1))
-    return joined
-
-
-def project_out(attn: Any, out: torch.Tensor) -> torch.Tensor:
-    """Return the attention's output projection of out [B, S, H * D]."""
-    for module in attn.to_out:
-        out = module(out)
-    return out
-
-
-def split_streams(attn: Any, out: torch.Tensor, text_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output projections of image and text, whose tokens come first in out [B, S, H * D]."""
-    text, image = out.tensor_split([text_tokens], 1)
-    return project_out(attn, image.contiguous()), attn.to_add_out(text.contiguous())
-
 
 #: What most processors are called with.
 ARGUMENTS = ("attn", "hidden_states", "encoder_hidden_states", "attention_mask", "image_rotary_emb")
@@ -305,6 +52,7 @@ class Kind(NamedTuple):
         child: where blocks hold it; empty for the attention's own class.
         functions: what of `module` that calls.
         arguments: of the own processor's call.
+        needs_streams: a text is a stream of its own.
     """
 
     model: str
@@ -317,6 +65,7 @@ class Kind(NamedTuple):
     child: str = ""
     functions: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ARGUMENTS
+    needs_streams: bool = False
 
 
 #: What all processors use, and those of two streams.
@@ -372,6 +121,58 @@ FUSED = (
         (*OF_ALL, *OF_STREAMS),
         child="attn",
     ),
+    Kind(
+        "HunyuanVideo 1.5",
+        "RoPE; all blocks have two streams",
+        "diffusers.models.transformers.transformer_hunyuan_video15",
+        ("HunyuanVideo15TransformerBlock",),
+        "HunyuanVideo15AttnProcessor2_0",
+        HunyuanVideo15Processor,
+        (*OF_ALL, *OF_STREAMS, "to_out"),
+        child="attn",
+    ),
+    Kind(
+        "FLUX.2",
+        "RoPE; these blocks have two streams",
+        "diffusers.models.transformers.transformer_flux2",
+        ("Flux2Attention",),
+        "Flux2AttnProcessor",
+        FluxProcessor,
+        (*OF_ALL, "head_dim", "added_kv_proj_dim", "to_out"),
+        functions=("_get_qkv_projections",),
+        needs_streams=True,
+    ),
+    Kind(
+        "FLUX.2",
+        "RoPE, and norms by head, in blocks of one stream",
+        "diffusers.models.transformers.transformer_flux2",
+        ("Flux2ParallelSelfAttention",),
+        "Flux2ParallelSelfAttnProcessor",
+        Flux2ParallelProcessor,
+        (*OF_ALL, "head_dim", "to_qkv_mlp_proj", "mlp_act_fn", "to_out"),
+        arguments=("attn", "hidden_states", "attention_mask", "image_rotary_emb"),
+    ),
+    Kind(
+        "Z-Image",
+        "RoPE and norms by head, of one sequence; of several nothing",
+        "diffusers.models.transformers.transformer_z_image",
+        ("ZImageTransformerBlock",),
+        "ZSingleStreamAttnProcessor",
+        ZImageProcessor,
+        (*OF_ALL, "to_q", "to_k", "to_v", "to_out"),
+        child="attention",
+        arguments=(*ARGUMENTS[:-1], "freqs_cis"),
+    ),
+    Kind(
+        "MiniMax-H3",
+        "RoPE and norms by head",
+        "diffusers.models.transformers.transformer_minimax_h3",
+        ("MiniMaxH3Attention",),
+        "MiniMaxH3AttnProcessor",
+        MiniMaxH3Processor,
+        (*OF_ALL, "to_q", "to_k", "to_v", "to_out"),
+        arguments=("attn", "hidden_states", "rotary_emb", "attention_mask"),
+    ),
 )
 
 
@@ -385,11 +186,13 @@ def fuse_diffusers(
 ) -> None:
     """Fuse norms of Q and K and RoPE of a transformer of diffusers (0.42) into quantising: new attention processors.
 
-    It takes Wan, Flux, Qwen-Image and HunyuanVideo. `ha.fuse_diffusers(pipeline.transformer)` computes what the backend
-    of `register_diffusers` computes, but for the rounding of the model's own norms and RoPE, which is left out. RoPE is
-    fused, and so are all norms of Wan, also those of cross-attention, and the norms of blocks of Flux and HunyuanVideo
-    that have one stream. In blocks of two streams, as all of Qwen-Image's are, each stream's norm has a weight of its
-    own, and runs as it is.
+    It takes Wan (2.1, 2.2), MiniMax-H3, HunyuanVideo (1.5 too), Flux, FLUX.2, Qwen-Image and Z-Image.
+    `ha.fuse_diffusers(pipeline.transformer)` computes what the backend of `register_diffusers` computes, but for the
+    rounding of the model's own norms and RoPE, which is left out. RoPE is fused, and so are all norms of Wan, also
+    those of cross-attention, of MiniMax-H3 and Z-Image, and the norms of blocks of Flux, FLUX.2 and HunyuanVideo that
+    have one stream. In blocks of two streams, as all of Qwen-Image's and HunyuanVideo 1.5's are, each stream's norm has
+    a weight of its own, and runs as it is. Z-Image's sequences of a batch have angles each: then nothing is fused.
+    LTX-2's heads have angles each: use the backend.
 
     Masks that leave each sequence its first keys, as HunyuanVideo's padding does, are fused too; with all others, such
     as Qwen-Image's padding, norms and RoPE come before. The host reads masks in every layer.
@@ -425,6 +228,8 @@ def fuse_diffusers(
     """
     recipe = as_choice(recipe)
     check_module(model)
+    if getattr(getattr(model, "_parallel_config", None), "tensor_parallel_config", None) is not None:
+        raise NotImplementedError("model has tensor parallelism; a fused model has none: use register_diffusers")
     check_schedule(schedule)
     bound = bound_schedule(schedule, scheduler)
     found = []
@@ -433,9 +238,9 @@ def fuse_diffusers(
         check_layout(f"model has {type(attn).__name__} {name!r}", attn, kind, module)
         found.append((name, attn, kind, module))
     if not found:
-        accepted = ", ".join(kind.model for kind in FUSED[:-1])
+        *accepted, last = dict.fromkeys(kind.model for kind in FUSED)
         raise ValueError(
-            f"model is a {type(model).__name__} without attention of {accepted} or {FUSED[-1].model}; it must have it"
+            f"model is a {type(model).__name__} without attention of {', '.join(accepted)} or {last}; it must have it"
         )
     unfuse_diffusers(model)
     layers = attention_layers(model)
@@ -475,6 +280,8 @@ def check_layout(what: str, attn: Any, kind: Kind, module: Any) -> None:
             f"{what}, whose processor is a {type(processor).__name__}; it must be a {kind.processor}: use the backend "
             f"of register_diffusers"
         )
+    if kind.needs_streams and attn.added_kv_proj_dim is None:
+        raise NotImplementedError(f"{what}, which has one stream, and {kind.model}'s has two; {of_version}")
     if processor._parallel_config is not None:
         raise NotImplementedError(f"{what}, and context parallelism is enabled; {NOT_PARALLEL}")
 
