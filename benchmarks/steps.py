@@ -45,7 +45,7 @@ from benchmarks.lib.suite import Block, Options, Plot, Suite, console, progress
 from benchmarks.lib.tables import LABELS, Table, error_text, number, ratio, rows_of, speed_text
 from devtools.workloads import Workload
 from helion_attn.integrations.diffusers import Backend
-from helion_attn.integrations.fused.fuse_diffusers import Processor
+from helion_attn.integrations.fused.diffusers_processors import Processor
 from helion_attn.integrations.fused.fuse_transformers import FusedAttention
 from helion_attn.testing import relative_error
 
@@ -105,8 +105,8 @@ class Model:
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Tokens in each dimension; of latents of videos 2 x 2 are one, but for LTX."""
-        is_patched = len(self.size) == 3 and self.build is not ltx
+        """Tokens in each dimension; of latents of some videos 2 x 2 are one."""
+        is_patched = len(self.size) == 3 and self.build in (wan, hunyuan)
         return (self.size[0], *(x // 2 for x in self.size[1:])) if is_patched else self.size
 
     @property
@@ -196,6 +196,75 @@ def ltx(m: Model) -> Built:
     }
 
 
+def hunyuan15(m: Model) -> Built:
+    """HunyuanVideo 1.5; of its texts, half of the first is padding, and there is no image."""
+    import diffusers
+
+    module = diffusers.HunyuanVideo15Transformer3DModel(**m.config)
+    config, glyphs, image = module.config, m.text // 4, m.text // 4
+    text = m.text - glyphs - image
+    return module, {
+        "hidden_states": torch.randn(1, config.in_channels, *m.size),
+        "timestep": torch.tensor([500.0]),
+        "encoder_hidden_states": torch.randn(1, text, config.text_embed_dim),
+        "encoder_attention_mask": (torch.arange(text) < text // 2).long()[None],
+        "encoder_hidden_states_2": torch.randn(1, glyphs, config.text_embed_2_dim),
+        "encoder_attention_mask_2": torch.ones(1, glyphs, dtype=torch.long),
+        "image_embeds": torch.zeros(1, image, config.image_embed_dim),
+    }
+
+
+def flux2(m: Model) -> Built:
+    """FLUX.2."""
+    import diffusers
+
+    module, (rows, columns) = diffusers.Flux2Transformer2DModel(**m.config), m.size
+    config, axis = module.config, torch.zeros(1)
+    places = torch.cartesian_prod(axis, torch.arange(float(rows)), torch.arange(float(columns)), axis)
+    return module, {
+        "hidden_states": torch.randn(1, rows * columns, config.in_channels),
+        "encoder_hidden_states": torch.randn(1, m.text, config.joint_attention_dim),
+        "timestep": torch.tensor([0.5]),
+        "guidance": torch.tensor([4.0]),
+        "img_ids": places,
+        "txt_ids": torch.zeros(m.text, 4),
+    }
+
+
+def z_image(m: Model) -> Built:
+    """Z-Image, of one image."""
+    import diffusers
+
+    module, (rows, columns) = diffusers.ZImageTransformer2DModel(**m.config), m.size
+    return module, {
+        "x": [torch.randn(module.config.in_channels, 1, 2 * rows, 2 * columns)],
+        "t": torch.tensor([0.5]),
+        "cap_feats": [torch.randn(m.text, module.config.cap_feat_dim)],
+    }
+
+
+def minimax_h3(m: Model) -> Built:
+    """MiniMax-H3: video, then text, then sound. `Model.text` counts both; up to 512 are text."""
+    import diffusers
+
+    module, video = diffusers.MiniMaxH3Transformer3DModel(**m.config), math.prod(m.size)
+    config, text = module.config, min(512, m.text // 2)
+    tags = torch.tensor([0, 1, 2]).repeat_interleave(torch.tensor([video, text, m.text - text]))
+    places = torch.cartesian_prod(*(torch.arange(float(x)) for x in m.size))
+    # Text and sound go on behind the video's frames.
+    after = (m.size[0] + torch.arange(float(m.text)))[:, None].expand(-1, 3)
+    return module, {
+        "hidden_states": torch.randn(1, video, config.in_channels * math.prod(config.patch_size)),
+        "audio_hidden_states": torch.randn(1, m.text - text, config.audio_in_channels),
+        "encoder_hidden_states": torch.randn(1, text, config.text_dim),
+        "timestep": torch.tensor([0.5]),
+        "timestep_indices": torch.zeros_like(tags),
+        "token_tags": tags,
+        "position_ids": torch.cat([places, after]),
+        **{f"{name}_indices": (tags == i).nonzero()[:, 0] for i, name in enumerate(("video", "text", "audio"))},
+    }
+
+
 def language_model(config_name: str, class_name: str) -> Callable[[Model], Built]:
     """A prefill by these classes of transformers; of the last token alone there are logits, as in `generate`."""
 
@@ -212,7 +281,7 @@ qwen3 = language_model("Qwen3Config", "Qwen3ForCausalLM")
 gemma3 = language_model("Gemma3TextConfig", "Gemma3ForCausalLM")
 
 #: Their text is part of self-attention.
-JOINT = (flux, qwen_image, hunyuan)
+JOINT = (flux, qwen_image, hunyuan, hunyuan15, flux2, z_image, minimax_h3)
 
 _WAN_SMALL = {"num_attention_heads": 12, "num_layers": 30, "ffn_dim": 8960}
 _WAN_720P, _WAN_480P = (21, 90, 160), (21, 60, 104)
@@ -242,6 +311,18 @@ _720P_TILES = ((3, 5, 8), (3, 7, 6))
 _480P_TILES = ((3, 10, 4), (5, 2, 5))
 _544P_TILES = ((3, 9, 10), (5, 2, 6))
 
+#: Blocks of the 50 of MiniMax-H3, which are alike: all of them are 64 GB.
+H3_BLOCKS = 12
+
+
+def minimax_h3_of(seconds: int, tokens: int, frames: int, window: int) -> Model:
+    """MiniMax-H3 at a length of its videos; tiles are of 128 tokens."""
+    size = (frames, 36, 32)
+    name = f"MiniMax-H3, {H3_BLOCKS} of 50 blocks, {seconds} s, {tokens:,} tokens"
+    config, tiles = {"num_layers": H3_BLOCKS}, ((4, 4, 8), (window, 5, 3))
+    return Model(name, minimax_h3, config, size, tokens - math.prod(size), (56, 56), tiles=tiles)
+
+
 WAN_SMALL = "Wan 2.1 1.3B, 1280 x 720, 81 frames"
 WAN_480P, WAN_720P = "Wan 2.1 14B, 832 x 480, 81 frames", "Wan 2.1 14B, 1280 x 720, 81 frames"
 LLAMA, FLUX = "Llama 8B, 32k tokens", "Flux.1, 1024 x 1024"
@@ -261,6 +342,12 @@ MODELS: tuple[Model, ...] = (
     Model("LTX-Video 2B, 1216 x 704, 121 frames", ltx, {}, (16, 22, 38), 256, (32, 32), 64, can_fuse=False),
     Model("Qwen-Image 20B, 1328 x 1328", qwen_image, {}, (83, 83), 512),
     Model("HunyuanVideo 13B, 960 x 544, 129 frames", hunyuan, {}, (33, 68, 120), 256, tiles=_544P_TILES),
+    minimax_h3_of(5, 38656, 32, 5),
+    minimax_h3_of(10, 74240, 60, 9),
+    minimax_h3_of(15, 110000, 92, 13),
+    Model("HunyuanVideo 1.5 8B, 832 x 480, 121 frames", hunyuan15, {}, (31, 30, 52), 1024, (16, 16)),
+    Model("FLUX.2 32B, 1024 x 1024", flux2, {}, (64, 64), 512, (48, 48)),
+    Model("Z-Image 6B, 1024 x 1024", z_image, {}, (64, 64), 512, (30, 30)),
 )
 
 _TINY_DIFFUSION = {"num_attention_heads": 1, "attention_head_dim": 64, "num_layers": 1}
@@ -283,6 +370,34 @@ _TINY_HUNYUAN = _TINY_DIFFUSION | {
     "pooled_projection_dim": 32,
     "rope_axes_dim": (16, 24, 24),
 }
+_TINY_HUNYUAN15 = _TINY_DIFFUSION | {
+    "num_refiner_layers": 1,
+    "in_channels": 9,
+    "text_embed_dim": 32,
+    "text_embed_2_dim": 16,
+    "image_embed_dim": 16,
+    "rope_axes_dim": (16, 24, 24),
+}
+_TINY_FLUX2 = _TINY_DIFFUSION | {
+    "num_single_layers": 1,
+    "in_channels": 16,
+    "joint_attention_dim": 32,
+    "timestep_guidance_channels": 16,
+    "axes_dims_rope": (16, 16, 16, 16),
+}
+_TINY_Z_IMAGE = {"dim": 64, "n_layers": 1, "n_refiner_layers": 1, "n_heads": 1, "n_kv_heads": 1, "cap_feat_dim": 32} | {
+    "axes_dims": [16, 24, 24]
+}
+_TINY_H3 = _TINY_DIFFUSION | {
+    "hidden_size": 64,
+    "num_refiner_layers": 1,
+    "ffn_dim": 64,
+    "text_dim": 32,
+    "freq_dim": 16,
+    "time_embed_hidden_dim": 32,
+    "time_embed_dim": 32,
+    "rope_freq_dim": 8,
+}
 _TINY_LTX = _TINY_DIFFUSION | {"cross_attention_dim": 64, "caption_channels": 32}
 
 #: What a dry run measures: one of each class.
@@ -295,6 +410,10 @@ DRY: tuple[Model, ...] = (
     Model("LTX-Video", ltx, _TINY_LTX, (2, 4, 4), 8, (1, 1), 64, can_fuse=False),
     Model("Qwen-Image", qwen_image, _TINY_DIFFUSION | _TINY_AXES, (4, 4), 8, (1, 1), 64),
     Model("HunyuanVideo", hunyuan, _TINY_HUNYUAN, (2, 4, 4), 8, (1, 1), 64, tiles=((1, 2, 2), (1, 1, 1))),
+    Model("MiniMax-H3", minimax_h3, _TINY_H3, (2, 4, 4), 8, (1, 1), 64, tiles=((1, 2, 2), (1, 1, 1))),
+    Model("HunyuanVideo 1.5", hunyuan15, _TINY_HUNYUAN15, (2, 4, 4), 8, (1, 1), 64),
+    Model("FLUX.2", flux2, _TINY_FLUX2, (4, 4), 8, (1, 1), 64),
+    Model("Z-Image", z_image, _TINY_Z_IMAGE, (4, 4), 8, (1, 1), 64),
 )
 
 
@@ -372,23 +491,28 @@ class OtherBackend(Backend):
         super().__init__(ha.BALANCED)
         self.function = function
 
-    def attend(
+    def forward(
         self,
+        ctx: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attn_mask: Tensor | None,
-        dropout_p: float,
-        is_causal: bool,
-        scale: float | None,
-        enable_gqa: bool,
-        return_lse: bool,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        return_lse: bool = False,
+        _save_ctx: bool = True,
+        _parallel_config: Any = None,
     ) -> Tensor:
-        """As `Backend.attend`."""
+        """As `Backend.forward`."""
         if attn_mask is not None:
-            keys = int(attn_mask.sum())
-            if attn_mask.dtype != torch.bool or attn_mask.numel() != key.size(1):
+            # One row, where rows of padding alone have others.
+            of_keys = attn_mask[0, 0, 0] if attn_mask.dim() == 4 else attn_mask
+            if attn_mask.dtype != torch.bool or of_keys.numel() != key.size(1) or len(attn_mask) > 1:
                 raise NotImplementedError(f"a mask of {attn_mask.dtype} and shape {tuple(attn_mask.shape)}")
+            keys = int(of_keys.sum())
             key, value = key[:, :keys], value[:, :keys]
         return self.function(query, key, value, is_causal, scale, None)
 
@@ -467,14 +591,14 @@ def tiles_of(model: Model, device: torch.device) -> ha.masks.Reordered | None:
     return ha.masks.sliding_tile(model.grid, tile, window, text=model.joint_text, device=device)
 
 
-def enter(name: str, model: Model, module: Any, processors: dict[str, Any], tiles: ha.masks.Reordered | None) -> None:
+def enter(name: str, model: Model, module: Any, processors: dict[Any, Any], tiles: ha.masks.Reordered | None) -> None:
     """Have the model take a contender.
 
     Args:
         name: of `CONTENDERS`.
         model: what it is.
         module: what `model.build` made.
-        processors: diffusers' own, by place; none of transformers.
+        processors: diffusers' own, by the attention that they are of; none of transformers.
         tiles: of the model.
     """
     if model.is_causal and name == "fused":
@@ -483,7 +607,8 @@ def enter(name: str, model: Model, module: Any, processors: dict[str, Any], tile
     if model.is_causal:
         module.set_attn_implementation({"sdpa_bf16": "sdpa"}.get(name, name))
         return
-    module.set_attn_processor(dict(processors))
+    for attention, processor in processors.items():
+        attention.set_processor(processor)
     if name in ("fused", "masked"):
         module.set_attention_backend("native")
         if name == "fused" or tiles is None:
@@ -590,7 +715,12 @@ class Measured:
 @torch.no_grad()
 def forward(module: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
     """The logits of a language model, else what is predicted."""
-    out: Tensor = module(**inputs).logits if "input_ids" in inputs else module(**inputs, return_dict=False)[0]
+    if "input_ids" in inputs:
+        out: Tensor = module(**inputs).logits
+    else:
+        found = module(**inputs, return_dict=False)[0]
+        # A list of images, of one.
+        out = found[0] if isinstance(found, list) else found
     return out
 
 
@@ -624,7 +754,8 @@ def measure_model(model: Model, options: Options, results: Results, compiled: bo
     names = names_of(model, options, compiled)
     register(names, model)
     tiles = tiles_of(model, device)
-    processors = {} if model.is_causal else dict(module.attn_processors)  # type: ignore[arg-type]
+    attentions: list[Any] = [] if model.is_causal else [x for x in module.modules() if hasattr(x, "processor")]
+    processors = {attention: attention.processor for attention in attentions}
     if compiled:
         if model.is_causal:
             inputs["use_cache"] = False  # else each layer is compiled anew, for its number in the cache
@@ -790,6 +921,7 @@ def plot(loaded: Loaded, models: Container[str] | None = None) -> Figure | None:
 
 #: Least speed over FA3's step of some models, of all others, and with a quarter of the blocks.
 BOUNDS = {WAN_SMALL: 1.28, WAN_480P: 1.15, WAN_720P: 1.25, LLAMA: 1.10}
+BOUNDS |= {minimax_h3_of(5, 38656, 32, 5).name: 1.22, minimax_h3_of(10, 74240, 60, 9).name: 1.30}
 OTHER_BOUND, MASKED_BOUNDS = 1.0, {WAN_SMALL: 2.0}
 
 

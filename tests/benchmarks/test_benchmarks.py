@@ -8,10 +8,12 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as pyplot
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks import (
     ablation,
@@ -25,6 +27,7 @@ from benchmarks import (
     report,
     same_token,
     startup,
+    steps,
 )
 from benchmarks.lib.checks import Check, by_promise
 from benchmarks.lib.harness import RESULTS, Loaded, Row, load
@@ -50,7 +53,7 @@ def restore_num_threads() -> Iterator[None]:
 
 #: They take longer than `make test` has; those that have tests of their own, and what compiles models.
 LONG = ("accuracy", "hard", "distributed", "startup", "masks", "ablation", "host", "sparse", "varlen", "steps")
-ELSEWHERE = ("same_token", "language_model", "model_channels", "quality", "steps_compiled")
+ELSEWHERE = ("same_token", "language_model", "model_channels", "quality", "steps_compiled", "vllm")
 
 #: What says that a number format errs more than another, by suite: of its rows, in their order.
 ORDERS: dict[str, Callable[[list[Row]], bool]] = {
@@ -88,6 +91,22 @@ def test_dry_run(suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         plot.draw(loaded)
     pyplot.close("all")
     assert {check.verdict for check in report.all_checks(loaded)} <= {"not measured"}
+
+
+def test_a_peers_attention_is_what_its_backend_calls() -> None:
+    """Not this package's, under another name; without keys of padding."""
+    keys: list[int] = []
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float | None, left: int | None) -> Tensor:
+        keys.append(k.size(1))
+        return torch.full_like(q, 7.0)
+
+    x, mask = torch.randn(1, 5, 2, 16), torch.arange(5) < 3
+    backend = steps.OtherBackend(attention)
+    for of_keys in (None, mask[None], mask[None, None, None], mask[None, None, None].expand(1, 1, 5, 5)):
+        out: Any = backend(x, x, x, of_keys)
+        assert torch.all(out == 7.0)
+    assert keys == [5, 3, 3, 3]
 
 
 def test_a_wrong_variant_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
