@@ -3,6 +3,7 @@
 `python -m helion_attn replay FILE`: a call that `helion_attn.debug(save=...)` wrote, again.
 `python -m helion_attn sageattention -- SCRIPT ...`: a script for which `import sageattention` is this package.
 `python -m helion_attn compare-video --model ID ...`: a seed in bf16 and by each preset.
+`python -m helion_attn vllm-calibrate MODEL --prompt FILE --out FILE`: constants of a server's cache, of a prompt.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import helion_attn as ha
 from helion_attn.compiler.versions import MEASURED_SERIES, VERIFIED_TORCH, known_triton, series
 from helion_attn.integrations import compare_video
 from helion_attn.integrations.sageattention import run as run_as_sageattention
+from helion_attn.integrations.vllm import constants
 from helion_attn.types import PRESETS
 
 #: What `--help` prints.
@@ -129,9 +131,13 @@ def main(arguments: Sequence[str] = ()) -> int:
     sage.add_argument("arguments", nargs=argparse.REMAINDER, metavar="-- ARGUMENTS", help="of Python")
     video = commands.add_parser("compare-video", help="a seed by each preset", description=compare_video.DESCRIPTION)
     compare_video.add_arguments(video)
+    calibrate = commands.add_parser("vllm-calibrate", help="constants of a cache", description=constants.DESCRIPTION)
+    constants.add_arguments(calibrate)
     given = parser.parse_args(arguments)
     if given.command == "compare-video":
         return compare_video.compare(video, given)
+    if given.command == "vllm-calibrate":
+        return constants.calibrate(calibrate, given)
     if given.command == "replay":
         return _replay(command, given.file)
     if given.command == "sageattention":

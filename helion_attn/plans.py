@@ -38,6 +38,9 @@ WORKSPACE_ALIGNMENT = 512
 #: Plans that are kept.
 MAX_PLANS = 1024
 
+#: Bytes from which on `compile_ahead` takes memory once.
+LARGE = 2**30
+
 
 #: Where an argument of a launch lies: the index of one of a call's addresses, which are of its tensors, constants,
 #: workspace and outputs, and how many bytes from there.
@@ -253,7 +256,9 @@ def remember(key: Hashable, plan: Kept) -> Kept:
     """Keep a plan, or what stands in for one."""
     with _LOCK:
         if len(_PLANS) >= MAX_PLANS:
-            _PLANS.clear()
+            # The oldest half: a server has new lengths in every step, beside those that it always has.
+            for old in list(_PLANS)[: MAX_PLANS // 2]:
+                del _PLANS[old]
         _PLANS[key] = plan
     return plan
 
@@ -316,19 +321,25 @@ def compile_ahead(of: Sequence[Plan], part: int = 0, parts: int = 1) -> None:
 
     What is to be compiled runs once, on zeros: of lengths that are 0 it does nothing.
     """
+    # Memory that kernels do not read, such as a pool of pages, is the same for all.
+    large: torch.Tensor | None = None
     for launches in [*_by_kernel(of).values()][part::parts]:
         for launch in launches:
             if launch.kernel.linked(launch.args) is not None:
                 continue
             device = next(x.device for x in launch.args if isinstance(x, Buffer))
-            zeros = {id(x): _zeros_like(x) for x in launch.args if isinstance(x, Buffer)}
+            buffers = {id(x): x for x in launch.args if isinstance(x, Buffer)}
+            most = max(map(_bytes_of, buffers.values()))
+            if most >= LARGE and (large is None or large.numel() < most):
+                large = torch.empty(most, dtype=torch.uint8, device=device)
+            zeros = {i: _zeros_like(x, large) for i, x in buffers.items()}
             with torch.cuda.device(device) if is_elsewhere(device) else contextlib.nullcontext():
                 launch.kernel(*[zeros.get(id(x), x) for x in launch.args])
 
 
 def are_stored(of: Sequence[Plan]) -> bool:
     """Whether an earlier process compiled all kernels that plans launch."""
-    return all(launches[0].kernel.is_stored(launches[0].args) for launches in _by_kernel(of).values())
+    return all(launch.kernel.is_stored(launch.args) for plan in of for launch in plan.launches)
 
 
 def _by_kernel(of: Sequence[Plan]) -> dict[Hashable, list[Launch]]:
@@ -340,11 +351,20 @@ def _by_kernel(of: Sequence[Plan]) -> dict[Hashable, list[Launch]]:
     return found
 
 
-def _zeros_like(x: Buffer) -> torch.Tensor:
-    """Zeros in a buffer's layout."""
+def _bytes_of(x: Buffer) -> int:
+    """Bytes that a buffer spans."""
     spanned = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
-    memory = torch.zeros(max(spanned, 0) * x.itemsize, dtype=torch.uint8, device=x.device).view(x.dtype)
-    return memory.as_strided(x.shape, x.stride())
+    return max(spanned, 0) * x.itemsize
+
+
+def _zeros_like(x: Buffer, large: torch.Tensor | None) -> torch.Tensor:
+    """Zeros in a buffer's layout; of `LARGE` ones, memory that is not initialised."""
+    count = _bytes_of(x)
+    if large is not None and count >= LARGE:
+        memory = large[:count]
+    else:
+        memory = torch.zeros(count, dtype=torch.uint8, device=x.device)
+    return memory.view(x.dtype).as_strided(x.shape, x.stride())
 
 
 def is_elsewhere(device: torch.device) -> bool:

@@ -212,6 +212,8 @@ def launched(tensors: list[Tensor], run: Callable[[], object]) -> tuple[list[obj
 
 def layouts(returned: Any) -> list[object]:
     """Of what a call returned."""
+    if isinstance(returned, ha.OpenPages):
+        returned = returned.k8, returned.v8, returned.k_descale, returned.v_descale
     tensors = returned if isinstance(returned, tuple) else (returned,)
     return [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]
 
@@ -541,7 +543,7 @@ def test_kernels_are_compiled_ahead_once(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_is_compiled_ahead_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor do other lengths."""
     monkeypatch.setattr(plans, "is_elsewhere", lambda device: False)
-    monkeypatch.setattr(plans, "_zeros_like", lambda x: fake_cuda(*x.shape, dtype=x.dtype))
+    monkeypatch.setattr(plans, "_zeros_like", lambda x, large: fake_cuda(*x.shape, dtype=x.dtype))
     with planning():
         plans.compile_ahead([ops.step.plan(step_arguments("fake", tokens, 30)) for tokens in (60, 600)])
         for tokens, sequences in ((40, 20), (640, 17)):

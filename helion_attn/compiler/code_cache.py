@@ -186,9 +186,10 @@ class Generated:
         """The name of a file: hexadecimal, as Triton's are."""
         return hashlib.sha256(repr((self._fingerprint, options(), base)).encode()).hexdigest()
 
-    def is_stored(self, base: tuple[Hashable, ...]) -> bool:
-        """Whether code for a `base` is on the disk."""
-        return bool(stored_code.read(self._key(base)))
+    def is_stored(self, base: tuple[Hashable, ...], args: Sequence[Any]) -> bool:
+        """Whether code for `args`, of that `base`, is on the disk."""
+        set_cache_folder(args[self.tensors[0]].device.index or 0)
+        return any(holding(entry["facts"])(args) for entry in stored_code.read(self._key(base)))
 
     def find(self, base: tuple[Hashable, ...], args: tuple[Any, ...]) -> HostFn:
         """The host function for `args`, of that `base`: tensors and numbers. Threads that have to trace take turns."""

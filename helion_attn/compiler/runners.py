@@ -111,7 +111,7 @@ class Compiled(Runner):
 
     def is_stored(self, args: tuple[Any, ...]) -> bool:
         """Return whether an earlier process generated code for buffers like these."""
-        return self._generated.is_stored(self._generated.base(args))
+        return self._generated.is_stored(self._generated.base(args), args)
 
     def linked(self, args: tuple[Any, ...]) -> LinkedLaunch | None:
         """Find a launch on tensors like these buffers, or None if something is to be compiled.

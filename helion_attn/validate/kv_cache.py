@@ -153,6 +153,8 @@ def check_buffer(buffer: torch.Tensor, num_bytes: int, H_kv: int) -> None:
         )
     if buffer.stride(0) % 16 and buffer.size(0) > 1:
         raise ValueError(f"buffer has strides {buffer.stride()}; pages must be multiples of 16 bytes apart")
+    if not isinstance(buffer, FakeTensor) and (past := buffer.data_ptr() % 16):
+        raise ValueError(f"buffer is at an address {past} bytes past a multiple of 16; it must be at a multiple")
     check_no_grad("buffer", buffer)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import itertools
 import json
+import math
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,7 +22,13 @@ from helion_attn.integrations.vllm import warm_up
 
 INSTALLED = importlib.util.find_spec("vllm") is not None
 
-with_vllm = pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed: make test-vllm")
+#: Whether names are the package's own, and pages of bytes that its spec says.
+OWN_NAMES = INSTALLED and plugin.generation_of(importlib.metadata.version("vllm")) == "vllm_0_33"
+
+#: vLLM's names of dtypes of the cache.
+INT8, E4M3 = ("helion_int8", "helion_e4m3") if OWN_NAMES else ("int8_per_token_head", "fp8_per_token_head")
+
+with_vllm = pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed: make test-vllm has it")
 
 PAGE = 128
 
@@ -30,8 +39,10 @@ def config(drafts: int = 0, **layers: Any) -> Any:
     return types.SimpleNamespace(
         speculative_config=speculative,
         compilation_config=types.SimpleNamespace(static_forward_context=layers),
-        cache_config=types.SimpleNamespace(kv_sharing_fast_prefill=False),
+        cache_config=types.SimpleNamespace(kv_sharing_fast_prefill=False, num_gpu_blocks=12),
+        parallel_config=types.SimpleNamespace(world_size=1),
         scheduler_config=types.SimpleNamespace(max_num_seqs=16),
+        additional_config={},
         model_config=types.SimpleNamespace(dtype=torch.bfloat16),
     )
 
@@ -45,15 +56,17 @@ def backend() -> Iterator[Any]:
         vllm_on_cpu.install()
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    plugin.register()
-    found = AttentionBackendEnum.CUSTOM.get_class()
+    for _ in range(2):
+        plugin.register()
+    found = AttentionBackendEnum["HELION" if OWN_NAMES else "CUSTOM"].get_class()
     with mock.patch("helion_attn.integrations.vllm.layer.get_current_vllm_config", config):
         yield found
 
 
 def test_generations() -> None:
     assert plugin.generation_of("0.26.0") == plugin.generation_of("0.25.1") == "vllm_0_26"
-    assert plugin.generation_of("0.24.0") is plugin.generation_of("1.0") is None
+    assert plugin.generation_of("0.33.1") == "vllm_0_33"
+    assert plugin.generation_of("0.24.0") is plugin.generation_of("0.30.0") is plugin.generation_of("1.0") is None
 
 
 def test_an_unknown_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +86,7 @@ def test_another_process_compiles_its_part(monkeypatch: pytest.MonkeyPatch) -> N
         warm_up.LayerKind(4, 2, 64, "balanced", None, None, has_sinks=False, num_splits=None),
         warm_up.LayerKind(2, 2, 32, "fast", (99, 0), 30.0, has_sinks=True, num_splits=1),
     ]
-    server = warm_up.Server(kinds, "bfloat16", drafts=1, max_sequences=3, device="cpu")
+    server = warm_up.Server(kinds, "bfloat16", drafts=1, max_sequences=3, num_pages=9, device="cpu")
     asked: list[tuple[warm_up.Server, int, int]] = []
     monkeypatch.setattr(warm_up, "plans_of", lambda server: server)
     monkeypatch.setattr("helion_attn.plans.compile_ahead", lambda *given: asked.append(given))
@@ -84,8 +97,8 @@ def test_another_process_compiles_its_part(monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_a_server_compiles() -> None:
     """Steps of decodes and of prompts, of one sequence and of several."""
     kind = warm_up.LayerKind(4, 2, 64, "balanced", (99, 0), 30.0, has_sinks=True, num_splits=None)
-    found = warm_up.plans_of(warm_up.Server([kind], "bfloat16", drafts=0, max_sequences=3, device="cpu"))
-    assert len(found) == 2 * 2 * 2
+    found = warm_up.plans_of(warm_up.Server([kind], "bfloat16", drafts=0, max_sequences=3, num_pages=9, device="cpu"))
+    assert len(found) == 2 * 2 * 3
     assert {"fp8_attn_prefill" in plan.kernels for plan in found} == {True, False}
     assert all("append_kv + close_full_pages" in plan.kernels for plan in found)
     assert {"merge_splits_kernel" in plan.kernels for plan in found} == {True, False}
@@ -94,7 +107,7 @@ def test_what_a_server_compiles() -> None:
 GOOD: dict[str, Any] = {
     "head_size": 128,
     "dtype": torch.bfloat16,
-    "kv_cache_dtype": "int8_per_token_head",
+    "kv_cache_dtype": INT8,
     "block_size": PAGE,
     "use_mla": False,
     "has_sink": True,
@@ -113,9 +126,10 @@ GOOD: dict[str, Any] = {
     ("changed", "reason"),
     [
         ({}, ""),
-        ({"kv_cache_dtype": "fp8_per_token_head", "head_size": 64}, ""),
+        ({"kv_cache_dtype": E4M3, "head_size": 64}, ""),
         ({"use_kv_connector": True}, ""),
-        ({"head_size": 80}, "head_size"),
+        ({"head_size": 80}, "" if OWN_NAMES else "head_size"),
+        ({"head_size": 512}, "head_size"),
         ({"dtype": torch.float32}, "dtype"),
         ({"kv_cache_dtype": "auto"}, "kv_cache_dtype"),
         ({"use_mla": True}, "MLA"),
@@ -150,8 +164,12 @@ class Server:
         spec = FullAttentionSpec(
             block_size=PAGE, num_kv_heads=H_kv, head_size=D, dtype=storage, kv_quant_mode=get_kv_quant_mode(dtype)
         )
-        shape = backend.get_kv_cache_shape(12, PAGE, H_kv, D, cache_dtype_str=dtype)
-        assert shape[1] == spec.page_size_bytes
+        if OWN_NAMES:
+            spec = backend.customize_spec(spec)
+            shape = 12, H_kv, PAGE, spec.state_content_size_bytes
+        else:
+            shape = backend.get_kv_cache_shape(12, PAGE, H_kv, D, cache_dtype_str=dtype)
+        assert shape[0] * spec.page_size_bytes == math.prod(shape)
         self.memory = torch.full((12 * spec.page_size_bytes,), -1, dtype=torch.int8, device=device)
         self.memory = self.memory.view(storage).view(shape)
         self.builder = backend.get_builder_cls()(spec, ["layer"], config(drafts), torch.device(device))
@@ -160,6 +178,7 @@ class Server:
         self.H, self.H_kv, self.D, self.device = H, H_kv, D, device
         self.table = torch.tensor([[3, 7, 1], [5, 2, 9], [4, 8, 11]], dtype=torch.int32)
         self.generator = torch.Generator().manual_seed(0)
+        self.bias, self.stored = torch.zeros(()), True
         self.keys = [torch.zeros(H_kv, 0, D)] * 3
         self.values = list(self.keys)
 
@@ -173,6 +192,7 @@ class Server:
             torch.randn(tokens, h, self.D, generator=self.generator).to(torch.bfloat16)
             for h in (self.H, self.H_kv, self.H_kv)
         )
+        k = (k.transpose(0, 1) + self.bias).transpose(0, 1).to(torch.bfloat16)
         ends = [0, *itertools.accumulate(lengths)]
         for b, begin, end in zip(new, ends, ends[1:], strict=False):
             self.keys[b] = torch.cat([self.keys[b], k[begin:end].transpose(0, 1)], 1)
@@ -185,11 +205,12 @@ class Server:
             num_reqs=len(lengths), num_actual_tokens=tokens, max_query_len=max(lengths),
             max_seq_len=int(seq_lens.max()),
             block_table_tensor=torch.stack(rows).to(self.device),
-            slot_mapping=torch.zeros(tokens, dtype=torch.int64, device=self.device),
+            slot_mapping=torch.full((tokens,), -1 + self.stored, dtype=torch.int64, device=self.device),
         )  # fmt: skip
         out = torch.full((tokens, self.H, self.D), float("nan"), dtype=torch.bfloat16, device=self.device)
         on_device = (x.to(self.device) for x in (q, k, v))
-        self.impl.forward(None, *on_device, self.memory, self.builder.build(0, batch), out)
+        layer = types.SimpleNamespace(layer_name="model.layers.5.self_attn.attn")
+        self.impl.forward(layer, *on_device, self.memory, self.builder.build(0, batch), out)
         found = []
         for b, begin, end in zip(new, ends, ends[1:], strict=False):
             sinks = None if self.impl.sinks is None else self.impl.sinks.cpu()
@@ -211,9 +232,9 @@ def worst(results: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
 
 
 CASES: list[tuple[str, int, int, int, dict[str, Any]]] = [
-    ("int8_per_token_head", 4, 2, 64, {}),
-    ("fp8_per_token_head", 4, 1, 128, {"sliding_window": 100, "logits_soft_cap": 30.0}),
-    ("int8_per_token_head", 2, 2, 256, {"sinks": torch.tensor([0.5, 3.0], dtype=torch.bfloat16)}),
+    (INT8, 4, 2, 64, {}),
+    (E4M3, 4, 1, 128, {"sliding_window": 100, "logits_soft_cap": 30.0}),
+    (INT8, 2, 2, 256, {"sinks": torch.tensor([0.5, 3.0], dtype=torch.bfloat16)}),
 ]
 
 
@@ -222,7 +243,7 @@ CASES: list[tuple[str, int, int, int, dict[str, Any]]] = [
 def test_batches(backend: Any, dtype: str, H: int, H_kv: int, D: int, options: dict[str, Any], device: str) -> None:
     """Errors are within 1.5 times what 8 bits give N(0, 1): some sequences have one query."""
     server = Server(backend, dtype, H, H_kv, D, device, drafts=0, **options)
-    bound = 0.06 if dtype.startswith("int8") else 0.1
+    bound = 0.06 if dtype == INT8 else 0.1
     for new, padding in (
         ({0: 150, 1: 20}, 0),
         ({0: 1, 1: 1, 2: 130}, 0),
@@ -233,8 +254,42 @@ def test_batches(backend: Any, dtype: str, H: int, H_kv: int, D: int, options: d
 
 
 @with_vllm
+def test_constants_of_keys(backend: Any, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys with a bias lose nothing to it; of two ranks, the second has the last heads."""
+    from safetensors.torch import save_file
+
+    mean = torch.zeros(4, 64)
+    mean[:, 60:] = torch.tensor([[0.0], [0.0], [40.0], [-60.0]])
+    names = {"layers.5.k_mean": mean, "layers.5.channel_factors": torch.full((4, 64), 2.0)}
+    save_file(names, tmp_path / "constants.safetensors")
+    errors = []
+    for path in (None, str(tmp_path / "constants.safetensors")):
+        given = config()
+        given.additional_config = {} if path is None else {"helion_attn_constants": path}
+        monkeypatch.setattr("helion_attn.integrations.vllm.layer.get_current_vllm_config", lambda given=given: given)
+        for name, x in (("rank", 1), ("world_size", 2)):
+            monkeypatch.setattr(f"helion_attn.integrations.vllm.layer.get_tensor_model_parallel_{name}", lambda x=x: x)
+        server = Server(backend, INT8, 4, 2, 64, device, drafts=0)
+        server.bias = mean[2:, None]
+        errors.append(worst(server.step({0: 150, 1: 20})))
+        assert server.impl.kind.has_constants == (path is not None)
+    assert errors[1] < 0.06 < errors[0]
+
+
+@with_vllm
+def test_tokens_that_are_not_to_be_stored_change_nothing(backend: Any, device: str) -> None:
+    """As in steps of ranks that have no request, whose tables and lengths are of an earlier step."""
+    server = Server(backend, INT8, 4, 2, 64, device, drafts=0)
+    server.step({0: 150, 1: 20})
+    before = server.memory.clone()
+    server.stored = False
+    server.step({0: 1, 1: 1})
+    assert torch.equal(server.memory, before)
+
+
+@with_vllm
 def test_drafts_that_are_rejected_across_a_page(backend: Any, device: str) -> None:
-    server = Server(backend, "int8_per_token_head", 4, 2, 64, device, drafts=3)
+    server = Server(backend, INT8, 4, 2, 64, device, drafts=3)
     server.step({0: 126, 1: 7})
     for rejected in (3, 2, 0, 3):
         assert worst(server.step({0: 4, 1: 4}, rejected=rejected)) < 0.06

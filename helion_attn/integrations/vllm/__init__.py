@@ -1,6 +1,7 @@
 """Attention and an 8-bit cache for vLLM, which `pip install helion_attn` adds to a server.
 
-    vllm serve MODEL --attention-backend CUSTOM --kv-cache-dtype int8_per_token_head
+    vllm serve MODEL --attention-backend CUSTOM --kv-cache-dtype int8_per_token_head     # 0.25, 0.26
+    vllm serve MODEL --attention-backend HELION --kv-cache-dtype helion_int8             # 0.33
 
 vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). docs/vllm.md says which models run,
 and what it costs.
@@ -13,7 +14,7 @@ import importlib.metadata
 from helion_attn.compiler.notice import LOG
 
 #: The module of each generation of vLLM's interface, by the releases that have it.
-GENERATIONS = {"0.25": "vllm_0_26", "0.26": "vllm_0_26"}
+GENERATIONS = {"0.25": "vllm_0_26", "0.26": "vllm_0_26", "0.33": "vllm_0_33"}
 
 
 def generation_of(version: str) -> str | None:
@@ -22,7 +23,7 @@ def generation_of(version: str) -> str | None:
 
 
 def register() -> None:
-    """Make the backend the one that vLLM calls CUSTOM. With a release that is not known, choosing it raises.
+    """Make the backend the one that vLLM calls CUSTOM; from 0.33 on, HELION. With an unknown release, CUSTOM raises.
 
     vLLM calls this whatever backend it uses, so a release without a registry of backends starts without this one.
     """
@@ -33,4 +34,10 @@ def register() -> None:
         return
 
     module = generation_of(importlib.metadata.version("vllm")) or "unknown_release"
-    register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.{module}.HelionBackend")
+    path = f"{__name__}.{module}.HelionBackend"
+    if module == "vllm_0_33":
+        from helion_attn.integrations.vllm import names_0_33
+
+        names_0_33.register(path)
+    else:
+        register_backend(AttentionBackendEnum.CUSTOM, path)

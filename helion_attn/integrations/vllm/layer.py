@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import vllm.envs
 from vllm.config import get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionImpl,
@@ -16,7 +17,8 @@ from vllm.v1.attention.backend import (
     AttentionType,
 )
 
-from helion_attn.integrations.vllm.warm_up import LayerKind, compile_steps
+from helion_attn.integrations.vllm import constants, names_0_33
+from helion_attn.integrations.vllm.warm_up import LayerKind, Server, compile_steps
 from helion_attn.kv_cache import page_bytes, step, step_open_pages
 from helion_attn.problem import open_page_count
 from helion_attn.types import OpenPages, PagedKVCache, RecipeName
@@ -25,7 +27,7 @@ from helion_attn.types import OpenPages, PagedKVCache, RecipeName
 PAGE = 128
 
 #: The preset that a cache is of, by vLLM's name of its dtype.
-RECIPES: dict[str, RecipeName] = {"int8_per_token_head": "balanced", "fp8_per_token_head": "fast"}
+RECIPES: dict[str, RecipeName] = {"int8_per_token_head": "balanced", "fp8_per_token_head": "fast", **names_0_33.DTYPES}
 
 
 @dataclasses.dataclass
@@ -39,8 +41,8 @@ class HelionMetadata(AttentionMetadata):
         max_seqlen_q: the most new tokens of a sequence.
         max_seqlen_k: the most keys of a sequence.
         drafts: the last tokens of a sequence that may be rejected.
-        open_pages: where layers attend to other layers' keys, the open pages that the latter wrote, by the address of
-            their cache; otherwise None.
+        shared: names of layers whose keys others attend to as well.
+        open_pages: the open pages that they wrote, by name.
     """
 
     cu_seqlens: torch.Tensor
@@ -49,27 +51,34 @@ class HelionMetadata(AttentionMetadata):
     max_seqlen_q: int
     max_seqlen_k: int
     drafts: int
-    open_pages: dict[int, OpenPages] | None
+    shared: set[str]
+    open_pages: dict[str, OpenPages]
 
-    def open_pages_of(self, cache: PagedKVCache, tokens: int, appends: bool) -> OpenPages | None:
-        """Memory for the open pages of a cache that several layers attend to; None where each has its own keys.
+    def open_pages_of(self, keys_of: str, cache: PagedKVCache, tokens: int, appends: bool) -> OpenPages | None:
+        """Memory for the open pages of a layer whose keys others attend to; None of another.
 
         A layer that does not append takes what the one that did has written, or else pages as the cache has them.
         """
-        if self.open_pages is None:
+        if keys_of not in self.shared:
             return None
-        address = cache.k8.data_ptr()
-        if not appends:
-            return self.open_pages.get(address)
-        if address not in self.open_pages:
+        if appends and keys_of not in self.open_pages:
             made = step_open_pages(cache, tokens, self.seqlens.size(0), drafts=self.drafts)
-            self.open_pages[address] = made
-        return self.open_pages[address]
+            self.open_pages[keys_of] = made
+        return self.open_pages.get(keys_of)
 
 
 def power_of_two(count: int) -> int:
     """The next power of two: a plan depends on it, and splits hardly do on what lies between."""
     return 1 << (count - 1).bit_length()
+
+
+def drafts_of(vllm_config: Any) -> int:
+    """The last tokens of a sequence that may be rejected."""
+    speculative = vllm_config.speculative_config
+    drafts = 0 if speculative is None else speculative.num_speculative_tokens or 0
+    if drafts > PAGE // 2:
+        raise NotImplementedError(f"num_speculative_tokens is {drafts}; helion_attn takes at most {PAGE // 2}")
+    return drafts
 
 
 class HelionMetadataBuilder(AttentionMetadataBuilder[HelionMetadata]):
@@ -81,27 +90,38 @@ class HelionMetadataBuilder(AttentionMetadataBuilder[HelionMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if vllm_config.cache_config.kv_sharing_fast_prefill:
             raise NotImplementedError("kv_sharing_fast_prefill is on; helion_attn attends to all tokens: leave it off")
-        speculative = vllm_config.speculative_config
-        self.drafts = 0 if speculative is None else speculative.num_speculative_tokens or 0
+        self.drafts = drafts_of(vllm_config)
         layers = vllm_config.compilation_config.static_forward_context
-        self.some_share = any(getattr(layers.get(x), "kv_sharing_target_layer_name", None) for x in layer_names)
-        if device.type == "cuda":
-            kinds = [layers[x].impl.kind for x in layer_names if x in layers]
-            max_sequences = vllm_config.scheduler_config.max_num_seqs
-            compile_steps(kinds, vllm_config.model_config.dtype, self.drafts, max_sequences, device)
+        #: Layers whose keys others attend to as well.
+        targets = (getattr(x, "kv_sharing_target_layer_name", None) for x in layers.values())
+        self.shared = {str(x) for x in targets if x is not None}
+        self.seqlens = torch.zeros(vllm_config.scheduler_config.max_num_seqs, dtype=torch.int32, device=device)
+        if device.type == "cuda" and (num_pages := vllm_config.cache_config.num_gpu_blocks):
+            kinds = [*dict.fromkeys(layers[x].impl.kind for x in layer_names if x in layers)]
+            dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+            server = Server(kinds, dtype, self.drafts, self.seqlens.size(0), num_pages, str(device))
+            compile_steps(server, vllm_config.parallel_config.world_size)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> HelionMetadata:
         """Take what vLLM has; nothing is read on the host."""
         # A step of decodes alone launches no kernel for prompts.
         batch, decodes = common_attn_metadata, 1 + self.drafts
+        # Sequences whose tokens are not to be stored are padding, whatever their length and pages say: steps that other
+        # ranks have, and drafts past the end. CUDA graphs read the same memory in every step.
+        sequences = batch.seq_lens.size(0)
+        if self.seqlens.size(0) < sequences:
+            self.seqlens = batch.seq_lens.new_zeros(sequences)
+        first = batch.query_start_loc[:-1].clamp(max=max(batch.slot_mapping.size(0) - 1, 0)).long()
+        torch.mul(batch.seq_lens, batch.slot_mapping[first] >= 0, out=self.seqlens[:sequences])
         return HelionMetadata(
             cu_seqlens=batch.query_start_loc,
             block_table=batch.block_table_tensor,
-            seqlens=batch.seq_lens,
+            seqlens=self.seqlens[:sequences],
             max_seqlen_q=decodes if batch.max_query_len <= decodes else power_of_two(batch.max_query_len),
             max_seqlen_k=power_of_two(batch.max_seq_len),
             drafts=self.drafts,
-            open_pages={} if self.some_share else None,
+            shared=self.shared,
+            open_pages={},
         )
 
 
@@ -130,14 +150,22 @@ class HelionImpl(AttentionImpl[HelionMetadata]):
         if attn_type != AttentionType.DECODER:
             raise NotImplementedError(f"attn_type is {attn_type}; helion_attn attends in decoders alone")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
-        self.recipe = RECIPES[kv_cache_dtype]
+        self.kv_cache_dtype, self.recipe = kv_cache_dtype, RECIPES[kv_cache_dtype]
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         #: Another layer appends the keys that this one attends to.
         self.shares_keys = kv_sharing_target_layer_name is not None
         self.window = None if sliding_window is None else (sliding_window - 1, 0)
         self.softcap = float(logits_soft_cap) if logits_soft_cap else None
-        self.sinks = sinks
-        self.max_sequences = get_current_vllm_config().scheduler_config.max_num_seqs
+        #: As the model has them, which may load them again, and in fp32.
+        self.sinks, self.fp32_sinks = sinks, None if sinks is None else sinks.detach().float()
+        config = get_current_vllm_config()
+        self.max_sequences, self.drafts = config.scheduler_config.max_num_seqs, drafts_of(config)
+        #: Where K's mean and factors of channels are; None if keys have none.
+        self.constants: str | None = config.additional_config.get(constants.CONFIG_KEY)
+        if self.constants is not None:
+            constants.load(self.constants)
+        #: Of the layer whose keys this one attends to; None for its own.
+        self.keys_of = kv_sharing_target_layer_name
         # Fixed, no output depends on the batch.
         self.num_splits = 1 if vllm.envs.VLLM_BATCH_INVARIANT else None
         # vLLM clears an attribute of this name with the memory that it made to measure graphs.
@@ -145,7 +173,7 @@ class HelionImpl(AttentionImpl[HelionMetadata]):
 
     def score_options(self) -> dict[str, Any]:
         """The options of `step` that say which scores there are."""
-        return {"sm_scale": self.scale, "window": self.window, "softcap": self.softcap, "sinks": self.sinks}
+        return {"sm_scale": self.scale, "window": self.window, "softcap": self.softcap, "sinks": self.fp32_sinks}
 
     @property
     def kind(self) -> LayerKind:
@@ -159,19 +187,39 @@ class HelionImpl(AttentionImpl[HelionMetadata]):
             softcap=self.softcap,
             has_sinks=self.sinks is not None,
             num_splits=self.num_splits,
+            has_constants=self.constants is not None,
         )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Take the sinks as they were loaded."""
-        if self.sinks is not None:
-            self.sinks = self.sinks.detach().float()
+        """Take the sinks as they were loaded, where CUDA graphs find them."""
+        if self.sinks is not None and self.fp32_sinks is not None:
+            if self.fp32_sinks.device != self.sinks.device:
+                self.fp32_sinks = self.sinks.detach().float()
+            self.fp32_sinks.copy_(self.sinks.detach())
 
-    def cache_of(self, memory: torch.Tensor) -> PagedKVCache:
-        """vLLM's memory of a layer, [pages, bytes of a page], as a cache."""
+    def cache_of(self, keys_of: str, memory: torch.Tensor) -> PagedKVCache:
+        """vLLM's memory of a layer, pages of bytes, as a cache."""
         cache = self._k_scale_cache
         if cache is None or cache.k8.data_ptr() != memory.data_ptr() or cache.k8.size(0) != memory.size(0):
-            of_bytes = memory.view(torch.uint8)
-            cache = PagedKVCache.from_buffer(of_bytes, self.num_kv_heads, self.head_size, recipe=self.recipe)
+            # [pages, bytes of a page]
+            of_bytes = memory.flatten(1).view(torch.uint8)
+            k_mean, factors = None, None
+            if self.constants is not None:
+                k_mean, factors = constants.of_layer(
+                    self.constants,
+                    keys_of,
+                    get_tensor_model_parallel_rank(),
+                    get_tensor_model_parallel_world_size(),
+                    (self.num_kv_heads, self.head_size),
+                )
+            cache = PagedKVCache.from_buffer(
+                of_bytes,
+                self.num_kv_heads,
+                self.head_size,
+                recipe=self.recipe,
+                k_mean=k_mean,
+                channel_factors=factors,
+            )
             self._k_scale_cache = cache
         return cache
 
@@ -181,7 +229,7 @@ class HelionImpl(AttentionImpl[HelionMetadata]):
         query: torch.Tensor,  # [tokens, H, D]
         key: torch.Tensor,  # [tokens, H_kv, D]
         value: torch.Tensor,  # [tokens, H_kv, D]
-        kv_cache: torch.Tensor,  # [pages, bytes of a page]
+        kv_cache: torch.Tensor,  # [pages, bytes of a page], or [pages, H_kv, 128, bytes of a key]
         attn_metadata: HelionMetadata | None,
         output: torch.Tensor,  # [tokens, H, D], written
         output_scale: torch.Tensor | None = None,
@@ -192,10 +240,11 @@ class HelionImpl(AttentionImpl[HelionMetadata]):
             raise NotImplementedError("helion_attn gives no quantised output: leave fuse_attn_quant off")
         m = attn_metadata
         if m is None:  # vLLM measures memory: that of open pages too
-            pages = open_page_count(query.size(0), self.max_sequences, PAGE, PAGE // 2)
+            pages = open_page_count(query.size(0), self.max_sequences, PAGE, self.drafts)
             query.new_empty(pages * page_bytes(self.num_kv_heads, self.head_size), dtype=torch.uint8)
             return output.fill_(0)
-        cache = self.cache_of(kv_cache)
+        keys_of = layer.layer_name if self.keys_of is None else self.keys_of
+        cache = self.cache_of(keys_of, kv_cache)
         step(
             query,
             None if self.shares_keys else key,
@@ -205,7 +254,7 @@ class HelionImpl(AttentionImpl[HelionMetadata]):
             m.block_table,
             m.seqlens,
             drafts=m.drafts,
-            open_pages=m.open_pages_of(cache, query.size(0), not self.shares_keys),
+            open_pages=m.open_pages_of(keys_of, cache, query.size(0), not self.shares_keys),
             out=output,
             max_seqlen_q=m.max_seqlen_q,
             max_seqlen_k=m.max_seqlen_k,

@@ -10,14 +10,15 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 
 from helion_attn import ops, plans
-from helion_attn.kv_cache import paged_kv_cache, step_problem
-from helion_attn.types import RecipeName
+from helion_attn.configs import page_packing
+from helion_attn.kernels.merge_splits import FEW_SPLITS
+from helion_attn.kv_cache import page_bytes, step_problem
+from helion_attn.types import PagedKVCache, RecipeName
 
 #: vLLM shows what its own loggers say.
 LOG = logging.getLogger("vllm.helion_attn")
@@ -28,8 +29,11 @@ PROMPT = 512
 #: Sequences from which on kernels hold more of them (`problem.power_that_holds`), and so few that tensors are small.
 BATCHES = (1, 2, 4, 8, 65, 513)
 
-#: Processes that compile; each needs half a gigabyte of the GPU meanwhile.
-MOST_PROCESSES = 12
+#: Processes that compile, and what each needs of the GPU meanwhile besides a layer's memory, in bytes.
+MOST_PROCESSES, PROCESS_BYTES = 12, 2**30
+
+#: Elements from which on kernels have other indices.
+MANY = 2**31
 
 
 class LayerKind(NamedTuple):
@@ -44,6 +48,7 @@ class LayerKind(NamedTuple):
         softcap: likewise.
         has_sinks: whether there are sinks.
         num_splits: fixed, or None.
+        has_constants: keys have a mean, and channels factors.
     """
 
     num_heads: int
@@ -54,6 +59,7 @@ class LayerKind(NamedTuple):
     softcap: float | None
     has_sinks: bool
     num_splits: int | None
+    has_constants: bool = False
 
 
 class Server(NamedTuple):
@@ -64,6 +70,7 @@ class Server(NamedTuple):
         dtype: of queries, its name in torch.
         drafts: the last tokens of a sequence that may be rejected.
         max_sequences: the most sequences of a step.
+        num_pages: of a layer.
         device: a GPU.
     """
 
@@ -71,26 +78,26 @@ class Server(NamedTuple):
     dtype: str
     drafts: int
     max_sequences: int
+    num_pages: int
     device: str
 
 
-def compile_steps(
-    kinds: Iterable[LayerKind], dtype: torch.dtype, drafts: int, max_sequences: int, device: torch.device
-) -> None:
-    """Compile what steps of such layers launch: prompts and decodes, in one split and in several.
+def compile_steps(server: Server, ranks: int) -> None:
+    """Compile what steps of a server's layers launch: prompts and decodes, in one split and in several.
 
-    The arguments are those of `Server`.
+    Of several ranks of a machine, each has its share of the processes.
     """
-    server = Server([*dict.fromkeys(kinds)], str(dtype).removeprefix("torch."), drafts, max_sequences, str(device))
     found = plans_of(server)
     if not plans.are_stored(found):
-        count = min(MOST_PROCESSES, os.cpu_count() or 1)
-        LOG.info("compiling kernels in %d processes, for this model's first start", count)
+        largest = max(pages_for(kind, server.num_pages) * page_bytes_of(kind) for kind in server.kinds)
+        free, _ = torch.cuda.mem_get_info(torch.device(server.device))
+        count = min(MOST_PROCESSES, (os.cpu_count() or 1) // ranks, free // 2 // (PROCESS_BYTES + largest))
+        LOG.info("compiling kernels in %d processes, for this model's first start", max(count, 1))
         command = [sys.executable, "-m", __name__, json.dumps(server)]
-        started = [subprocess.Popen([*command, str(part), str(count)]) for part in range(count)]
-        for process in started:
-            # What one fails to compile is compiled below, where an error is seen.
-            process.wait()
+        started = [subprocess.Popen([*command, str(part), str(count)]) for part in range(count)] if count > 1 else []
+        if failed := sum(process.wait() != 0 for process in started):
+            # What they did not compile is compiled below, where an error is seen.
+            LOG.warning("%d of the processes failed: the rest is compiled one kernel after another", failed)
     plans.compile_ahead(found)
 
 
@@ -103,8 +110,22 @@ def plans_of(server: Server) -> list[plans.Plan]:
         for batch in BATCHES
         if batch <= server.max_sequences
         for tokens, max_seqlen_q in ((batch * longest, longest), (batch + PROMPT, PROMPT))
-        for splits in ((1, 2) if kind.num_splits is None else (kind.num_splits,))
+        for splits in ((1, 2, FEW_SPLITS + 1) if kind.num_splits is None else (kind.num_splits,))
     ]
+
+
+def page_bytes_of(kind: LayerKind) -> int:
+    """Bytes of a page of a layer."""
+    return page_bytes(kind.num_kv_heads, kind.head_size)
+
+
+def pages_for(kind: LayerKind, num_pages: int) -> int:
+    """How many pages, as few as there may be, have kernels' indices of so many."""
+    elements = kind.num_kv_heads * kind.head_size * page_packing(kind.head_size, kind.head_size).page_size
+    for of_page in (elements, page_bytes_of(kind)):
+        if num_pages * of_page >= MANY:
+            return -(-MANY // of_page)
+    return 2
 
 
 def plan_of(kind: LayerKind, server: Server, batch: int, tokens: int, max_seqlen_q: int, num_splits: int) -> plans.Plan:
@@ -112,9 +133,19 @@ def plan_of(kind: LayerKind, server: Server, batch: int, tokens: int, max_seqlen
     device, dtype = torch.device(server.device), getattr(torch, server.dtype)
     heads = kind.num_heads, kind.num_kv_heads, kind.num_kv_heads
     q, k, v = (torch.empty(tokens, H, kind.head_size, dtype=dtype, device=device) for H in heads)
-    table = torch.zeros(batch, 1 + PROMPT // 128, dtype=torch.int32, device=device)
+    # As many as splits take.
+    table = torch.zeros(batch, 16, dtype=torch.int32, device=device)
     lengths = torch.zeros(batch + 1, dtype=torch.int32, device=device)
-    cache = paged_kv_cache(2, kind.num_kv_heads, kind.head_size, device=device, recipe=kind.recipe)
+    constant = torch.ones(kind.num_kv_heads, kind.head_size) if kind.has_constants else None
+    pages = torch.empty(pages_for(kind, server.num_pages), page_bytes_of(kind), dtype=torch.uint8, device=device)
+    cache = PagedKVCache.from_buffer(
+        pages,
+        kind.num_kv_heads,
+        kind.head_size,
+        recipe=kind.recipe,
+        k_mean=constant,
+        channel_factors=constant,
+    )
     arguments = step_problem(
         q,
         k,
