@@ -39,7 +39,7 @@ from benchmarks.lib.checks import Check
 from benchmarks.lib.harness import Loaded, Results, Row, result_row
 from benchmarks.lib.plots import grid, legend, length, line, powers_axis
 from benchmarks.lib.problem import workload
-from benchmarks.lib.suite import Block, Options, Plot, Suite, console, progress
+from benchmarks.lib.suite import Options, Suite, console, progress
 from benchmarks.lib.tables import LABELS, Table, by_impl, number, ratio, rows_of, values_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -301,8 +301,4 @@ def checks(loaded: Loaded) -> list[Check]:
     return found
 
 
-SUITE = Suite(
-    "vllm",
-    run,
-    {"vllm": Block("vllm", tables, (Plot("vllm", "Tokens a second of decoding, by context", plot),), shown=1)},
-)
+SUITE = Suite("vllm", run)

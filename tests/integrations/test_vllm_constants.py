@@ -84,9 +84,13 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: An
         for x, y in zip(part, whole, strict=True):
             assert torch.equal(x[0], y[rank])
     # Four ranks have each head twice.
-    (mean, _) = constants.of_layer(str(out), "model.layers.1.self_attn.attn", 3, 4, (1, 64))
+    mean, _ = constants.of_layer(str(out), "model.layers.1.self_attn.attn", 3, 4, (1, 64))
     assert torch.equal(mean[0], whole[0][1])
-    with pytest.raises(ValueError, match=r"has no constants of model\.layers\.2\.self_attn\.attn; vllm-calibrate"):
-        constants.of_layer(str(out), "model.layers.2.self_attn.attn", 0, 1, (2, 64))
+    # A layer behind the model's, which drafts.
+    mean, factors = constants.of_layer(str(out), "model.layers.2.self_attn.attn", 0, 1, (2, 64))
+    assert torch.equal(mean, torch.zeros(2, 64))
+    assert torch.equal(factors, torch.ones(2, 64))
+    with pytest.raises(ValueError, match=r"has no constants of attn; vllm-calibrate"):
+        constants.of_layer(str(out), "attn", 0, 1, (2, 64))
     with pytest.raises(ValueError, match=r"k_mean of shape \(2, 64\); this server's layer has 2 KV heads .* dim 128"):
         constants.of_layer(str(out), "model.layers.1.self_attn.attn", 0, 1, (2, 128))
