@@ -742,12 +742,12 @@ def step(
         max_seqlen_q: the most tokens of a sequence, at least: all of them by default. Rows of a sequence with more may
             stay unwritten. Where none has more than a few, one kernel is launched less.
         max_seqlen_k: the most keys of a sequence, which choose splits; a call that exceeds them is right, and slower.
-        causal: as `attention_kvcache` has it, and so sm_scale, window, softcap, sinks and num_splits.
-        sm_scale: likewise.
-        window: likewise.
-        softcap: likewise.
-        sinks: likewise.
-        num_splits: likewise.
+        causal: as `attention_kvcache` has it.
+        sm_scale: as `attention_kvcache` has it.
+        window: as `attention_kvcache` has it.
+        softcap: as `attention_kvcache` has it.
+        sinks: as `attention_kvcache` has it.
+        num_splits: as `attention_kvcache` has it.
         return_lse: also return the log-sum-exp of the scores.
         rope: rotate K by position first, as `append_kvcache` has it.
 

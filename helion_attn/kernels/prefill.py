@@ -127,7 +127,7 @@ def fp8_attn_prefill(
     k_descale: torch.Tensor,  # flat
     v_descale: torch.Tensor,  # flat
     open_k8: torch.Tensor,  # as k8, of `open_width` pages a sequence, if has_open_pages
-    open_v8: torch.Tensor,  # likewise
+    open_v8: torch.Tensor,  # as v8, of as many pages
     open_k_descale: torch.Tensor,  # [B * open_width * H_kv * bn]
     open_v_descale: torch.Tensor,  # [B * open_width * H_kv * bn]
     block_table: torch.Tensor,  # [B * max_pages]

@@ -1,4 +1,4 @@
-"""What the backend says of itself to every release of vLLM whose interface is known."""
+"""The part of the backend that all releases of vLLM with a known interface share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Common(AttentionBackend):
 
     @staticmethod
     def get_builder_cls() -> type[HelionMetadataBuilder]:
-        """What makes a step's metadata."""
+        """Return the class that makes a step's metadata."""
         return HelionMetadataBuilder
 
     @staticmethod

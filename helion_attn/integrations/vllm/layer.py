@@ -177,7 +177,7 @@ class HelionImpl(AttentionImpl[HelionMetadata]):
 
     @property
     def kind(self) -> LayerKind:
-        """What kernels are compiled for."""
+        """The sizes and options that kernels are compiled for."""
         return LayerKind(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,

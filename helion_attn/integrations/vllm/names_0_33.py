@@ -20,7 +20,7 @@ class Bytes:
     """A dtype of a cache as vLLM asks for it: bytes, which the backend alone understands."""
 
     def torch_dtype(self) -> torch.dtype:
-        """What memory is made of."""
+        """Return the dtype of the cache's memory."""
         return torch.uint8
 
     def quant_mode(self) -> Any:

@@ -1,4 +1,4 @@
-"""What vLLM finds in the place of the backend where its interface is not known."""
+"""A backend that refuses to run: vLLM finds it where the interface of its release is not known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM 0.25 and 0.26 ask of a backend before they run it."""
+"""The backend for vLLM 0.25 and 0.26."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM 0.33 asks of a backend before it runs it."""
+"""The backend for vLLM 0.33."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ class LayerKind(NamedTuple):
         num_kv_heads: KV heads.
         head_size: head dim.
         recipe: of the cache, its name.
-        window: as `kv_cache.step` has it, and so softcap.
-        softcap: likewise.
+        window: as `kv_cache.step` has it.
+        softcap: as `kv_cache.step` has it.
         has_sinks: whether there are sinks.
         num_splits: fixed, or None.
         has_constants: keys have a mean, and channels factors.
