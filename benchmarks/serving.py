@@ -9,10 +9,10 @@ a process of its own for each model and length (`serving_process.py`). A row has
     tokens_per_s, ms of all tokens, and of a step of all sequences
     cache_tokens     that fit beside the weights
     start_s          until the server can take a request; a first one, which compiles, is not among them
-    again            prompts out of 8, short ones, that have the same tokens the second time, from the prefix cache
 
 Then quality, of SmolLM2 with its weights: perplexities by the log-probabilities of prompts' tokens, passkeys that
-greedy decoding finds, how many of its tokens are those of FlashAttention-3 in bf16, and `again`, a share of prompts.
+greedy decoding finds, how many of its tokens are those of FlashAttention-3 in bf16, and `again`, the share of prompts
+that have the same tokens the second time, from the prefix cache.
 
 On your own server: `vllm bench latency --model MODEL --input-len 8192 --output-len 64 --batch-size 64`, once with
 `--attention-backend CUSTOM --kv-cache-dtype int8_per_token_head`.
@@ -124,14 +124,19 @@ def serve(cell: Served, impl: str, folder: Path) -> dict[str, Any]:
 def run_process(given: dict[str, Any]) -> dict[str, Any]:
     """What a process says, of its arguments."""
     command = [sys.executable, "-m", "benchmarks.serving_process", json.dumps(given)]
-    # The server runs in the process itself, which measures it.
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
+    # The server runs in the process itself, which measures it, and fills its weights by a function.
+    environment = os.environ | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     try:
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT)
     except subprocess.TimeoutExpired:
         return {"error_message": f"no end within {LIMIT} s"}
     if done.returncode:
-        return {"error_message": (done.stderr.strip().splitlines() or ["no message"])[-1][:200]}
+        errors = [line for line in done.stderr.splitlines() if "Error: " in line]
+        return {"error_message": (errors or done.stderr.strip().splitlines() or ["no message"])[-1][:200]}
     said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return said
 
@@ -144,7 +149,7 @@ def rows_of_cell(cell: Served, impl: str, said: dict[str, Any]) -> list[Row]:
     shape |= {"H_kv": config["num_key_value_heads"], "model": cell.name, "sequences": cell.sequences}
     if "error_message" in said:
         return [shape | said]
-    of_server = {name: said[name] for name in ("cache_tokens", "start_s", "again")}
+    of_server = {name: said[name] for name in ("cache_tokens", "start_s")}
     return [shape | of_server | {"stage": stage} | said[stage] for stage in STAGES if stage in said]
 
 
@@ -296,8 +301,6 @@ def checks(loaded: Loaded) -> list[Check]:
         for tokens, perplexity in mine["perplexity"].items():
             more = perplexity / bf16["perplexity"][tokens] - 1
             found.append(Check("vLLM, perplexity over bf16's, less 1", f"SmolLM2, {tokens} tokens", more, 0.002))
-    again = by_impl(measured(loaded, model=LLAMA, N=8192, stage="decode"), "again").get("helion_attn")
-    found.append(Check("vLLM, the same tokens from the prefix cache, of 8", LLAMA, again, 8, at_least=True))
     return found
 
 

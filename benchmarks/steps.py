@@ -86,6 +86,7 @@ class Model:
         D: head dim.
         can_fuse: whether `fuse_diffusers` or `fuse_transformers` takes it.
         tiles: of a mask of about a quarter of the blocks: tokens of a tile, and tiles of a window.
+        sound: of the tokens of `text`, those of a video's sound, which come before the video.
     """
 
     name: str
@@ -97,6 +98,7 @@ class Model:
     D: int = 128
     can_fuse: bool = True
     tiles: tuple[tuple[int, int, int], tuple[int, int, int]] | None = None
+    sound: int = 0
 
     @property
     def is_causal(self) -> bool:
@@ -244,23 +246,23 @@ def z_image(m: Model) -> Built:
 
 
 def minimax_h3(m: Model) -> Built:
-    """MiniMax-H3: video, then text, then sound. `Model.text` counts both; up to 512 are text."""
+    """MiniMax-H3: text, then sound, then video. `Model.text` counts text and sound."""
     import diffusers
 
     module, video = diffusers.MiniMaxH3Transformer3DModel(**m.config), math.prod(m.size)
-    config, text = module.config, min(512, m.text // 2)
-    tags = torch.tensor([0, 1, 2]).repeat_interleave(torch.tensor([video, text, m.text - text]))
-    places = torch.cartesian_prod(*(torch.arange(float(x)) for x in m.size))
-    # Text and sound go on behind the video's frames.
-    after = (m.size[0] + torch.arange(float(m.text)))[:, None].expand(-1, 3)
+    config, text = module.config, m.text - m.sound
+    tags = torch.tensor([1, 2, 0]).repeat_interleave(torch.tensor([text, m.sound, video]))
+    # Positions are counted by the video's frames; text and sound lie on one line.
+    line = torch.arange(m.text, dtype=torch.float32)[:, None].expand(-1, 3)
+    places = torch.cartesian_prod(*(torch.arange(x, dtype=torch.float32) for x in m.size))
     return module, {
         "hidden_states": torch.randn(1, video, config.in_channels * math.prod(config.patch_size)),
-        "audio_hidden_states": torch.randn(1, m.text - text, config.audio_in_channels),
+        "audio_hidden_states": torch.randn(1, m.sound, config.audio_in_channels),
         "encoder_hidden_states": torch.randn(1, text, config.text_dim),
         "timestep": torch.tensor([0.5]),
         "timestep_indices": torch.zeros_like(tags),
         "token_tags": tags,
-        "position_ids": torch.cat([places, after]),
+        "position_ids": torch.cat([line, m.text + places]),
         **{f"{name}_indices": (tags == i).nonzero()[:, 0] for i, name in enumerate(("video", "text", "audio"))},
     }
 
@@ -284,6 +286,52 @@ gemma3 = language_model("Gemma3TextConfig", "Gemma3ForCausalLM")
 JOINT = (flux, qwen_image, hunyuan, hunyuan15, flux2, z_image, minimax_h3)
 
 _WAN_SMALL = {"num_attention_heads": 12, "num_layers": 30, "ffn_dim": 8960}
+_WAN_720P, _WAN_480P = (21, 90, 160), (21, 60, 104)
+_LLAMA = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+}
+_QWEN3 = _LLAMA | {"vocab_size": 151936, "intermediate_size": 12288, "num_hidden_layers": 36, "head_dim": 128}
+_GEMMA3 = {
+    "vocab_size": 262208,
+    "hidden_size": 3840,
+    "intermediate_size": 15360,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "sliding_window": 1024,
+    "max_position_embeddings": 131072,
+}
+#: 26% of the blocks.
+_720P_TILES = ((3, 5, 8), (3, 7, 6))
+_480P_TILES = ((3, 10, 4), (5, 2, 5))
+_544P_TILES = ((3, 9, 10), (5, 2, 6))
+
+#: Blocks of the 50 of MiniMax-H3, which are alike: all of them are 64 GB.
+H3_BLOCKS = 12
+
+
+def minimax_h3_of(frames: int, text: int, sound: int, window: tuple[int, int, int]) -> Model:
+    """MiniMax-H3 at a length of its videos of 1344 x 768 pixels; tiles are of 384 tokens."""
+    size = (frames, 24, 42)
+    name = f"MiniMax-H3, {H3_BLOCKS} of 50 blocks, {math.prod(size) + text + sound:,} tokens"
+    config, tiles = {"num_layers": H3_BLOCKS}, ((8, 8, 6), window)
+    return Model(name, minimax_h3, config, size, text + sound, (56, 56), tiles=tiles, sound=sound)
+
+
+#: Videos of 5, 10 and 15 seconds.
+H3_5S, H3_10S, H3_15S = (
+    minimax_h3_of(37, 946, 414, (3, 2, 3)),
+    minimax_h3_of(72, 854, 810, (5, 2, 4)),
+    minimax_h3_of(107, 938, 1206, (7, 2, 4)),
+)
+WAN_SMALL = {"num_attention_heads": 12, "num_layers": 30, "ffn_dim": 8960}
 _WAN_720P, _WAN_480P = (21, 90, 160), (21, 60, 104)
 _LLAMA = {
     "vocab_size": 128256,
@@ -342,9 +390,9 @@ MODELS: tuple[Model, ...] = (
     Model("LTX-Video 2B, 1216 x 704, 121 frames", ltx, {}, (16, 22, 38), 256, (32, 32), 64, can_fuse=False),
     Model("Qwen-Image 20B, 1328 x 1328", qwen_image, {}, (83, 83), 512),
     Model("HunyuanVideo 13B, 960 x 544, 129 frames", hunyuan, {}, (33, 68, 120), 256, tiles=_544P_TILES),
-    minimax_h3_of(5, 38656, 32, 5),
-    minimax_h3_of(10, 74240, 60, 9),
-    minimax_h3_of(15, 110000, 92, 13),
+    H3_10S,
+    H3_5S,
+    H3_15S,
     Model("HunyuanVideo 1.5 8B, 832 x 480, 121 frames", hunyuan15, {}, (31, 30, 52), 1024, (16, 16)),
     Model("FLUX.2 32B, 1024 x 1024", flux2, {}, (64, 64), 512, (48, 48)),
     Model("Z-Image 6B, 1024 x 1024", z_image, {}, (64, 64), 512, (30, 30)),
@@ -410,7 +458,7 @@ DRY: tuple[Model, ...] = (
     Model("LTX-Video", ltx, _TINY_LTX, (2, 4, 4), 8, (1, 1), 64, can_fuse=False),
     Model("Qwen-Image", qwen_image, _TINY_DIFFUSION | _TINY_AXES, (4, 4), 8, (1, 1), 64),
     Model("HunyuanVideo", hunyuan, _TINY_HUNYUAN, (2, 4, 4), 8, (1, 1), 64, tiles=((1, 2, 2), (1, 1, 1))),
-    Model("MiniMax-H3", minimax_h3, _TINY_H3, (2, 4, 4), 8, (1, 1), 64, tiles=((1, 2, 2), (1, 1, 1))),
+    Model("MiniMax-H3", minimax_h3, _TINY_H3, (2, 4, 4), 8, (1, 1), 64, tiles=((1, 2, 2), (1, 1, 1)), sound=3),
     Model("HunyuanVideo 1.5", hunyuan15, _TINY_HUNYUAN15, (2, 4, 4), 8, (1, 1), 64),
     Model("FLUX.2", flux2, _TINY_FLUX2, (4, 4), 8, (1, 1), 64),
     Model("Z-Image", z_image, _TINY_Z_IMAGE, (4, 4), 8, (1, 1), 64),
@@ -588,7 +636,9 @@ def tiles_of(model: Model, device: torch.device) -> ha.masks.Reordered | None:
     if model.tiles is None:
         return None
     tile, window = model.tiles
-    return ha.masks.sliding_tile(model.grid, tile, window, text=model.joint_text, device=device)
+    # MiniMax-H3's other tokens come first.
+    others = {"before" if model.build is minimax_h3 else "text": model.joint_text}
+    return ha.masks.sliding_tile(model.grid, tile, window, **others, device=device)
 
 
 def enter(name: str, model: Model, module: Any, processors: dict[Any, Any], tiles: ha.masks.Reordered | None) -> None:
@@ -921,7 +971,7 @@ def plot(loaded: Loaded, models: Container[str] | None = None) -> Figure | None:
 
 #: Least speed over FA3's step of some models, of all others, and with a quarter of the blocks.
 BOUNDS = {WAN_SMALL: 1.28, WAN_480P: 1.15, WAN_720P: 1.25, LLAMA: 1.10}
-BOUNDS |= {minimax_h3_of(5, 38656, 32, 5).name: 1.22, minimax_h3_of(10, 74240, 60, 9).name: 1.30}
+BOUNDS |= {H3_5S.name: 1.22, H3_10S.name: 1.30}
 OTHER_BOUND, MASKED_BOUNDS = 1.0, {WAN_SMALL: 2.0}
 
 

@@ -137,6 +137,7 @@ def sliding_tile(
     tile: Sequence[int],
     window: Sequence[int],
     *,
+    before: int = 0,
     text: int = 0,
     device: torch.device | str | None = None,
 ) -> Reordered:
@@ -153,7 +154,8 @@ def sliding_tile(
         tile: frames, height and width of a tile. The last tile of a dimension may be smaller. Tiles whose tokens are a
             multiple of 128 leave no block seen in part.
         window: tiles that a token sees in each dimension. With an even number, the one more lies before.
-        text: tokens behind those of the video, which see all and are seen by all.
+        before: tokens ahead of the video's, such as text and sound, which see all and are seen by all.
+        text: tokens behind the video's, which see all and are seen by all.
         device: of the tensors; None for PyTorch's default.
 
     Returns:
@@ -168,14 +170,14 @@ def sliding_tile(
         q, k, v = (x[:, :, m.order] for x in (q, k, v))
         out = ha.attention(q, k, v, block_mask=m.mask)[:, :, m.inverse]
     """
-    check_grid(grid, tile, text)
+    check_grid(grid, tile, before, text)
     tiles = [-(-size // of) for size, of in zip(grid, tile, strict=True)]
     check_sizes("window", window, tiles)
     # [frames, height, width]: of each token its tile's number.
     at = [torch.arange(size, device=device) // of for size, of in zip(grid, tile, strict=True)]
     tile_of = ((at[0][:, None, None] * tiles[1] + at[1][:, None]) * tiles[2] + at[2]).flatten()
     count = math.prod(tiles)
-    tile_of = torch.cat([tile_of, tile_of.new_full((text,), count)])
+    tile_of = torch.cat([tile_of.new_full((before,), count), tile_of, tile_of.new_full((text,), count)])
     group, order = tile_of.sort(stable=True)
     seen = torch.ones((1, 1), dtype=torch.bool, device=device)
     for size, of in zip(tiles, window, strict=True):

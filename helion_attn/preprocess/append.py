@@ -333,8 +333,8 @@ def launch(
     unread = flat_memory(cache.k_descale)
     tiles = (L + 2 * keys - 2) // keys
     if batch is not None:
-        # Each sequence has two that are not full, at most.
-        tiles = L // keys + 2 * min(a.cache_seqlens.size(0), L)
+        # Of a sequence two are not full, at most; of one key it is one.
+        tiles = L // keys + min(2 * a.cache_seqlens.size(0), L)
     kernel(a.k.is_cuda).run(
         {
             "k": k.flat,

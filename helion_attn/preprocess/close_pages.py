@@ -30,6 +30,9 @@ from helion_attn.numerics import CLOSED
 from helion_attn.preprocess.lib.v_layout import key_stored_at
 from helion_attn.problem import AppendArgs, PackedBatch, open_page_count, pages_apart, power_that_holds
 
+#: Below so many new keys a sequence, most programs find no page to close: each then looks after all heads.
+FEW_NEW_KEYS = 16
+
 
 class CloseSpec(NamedTuple):
     """Constants that the kernel is compiled for.
@@ -73,6 +76,7 @@ def close_full_pages(
     num_pages: int,
     max_pages: int,
     kv_heads: int,
+    head_groups: int,
     width: int,
     pages: int,
     length: int,
@@ -80,7 +84,8 @@ def close_full_pages(
     steps: PageSteps,
     spec: hl.constexpr,  # CloseSpec
 ) -> None:
-    """The kernel; see the module's docstring. A head has `width` pages from that of the first new key on, and one more.
+    """The kernel; see the module's docstring. A program has a page's heads, or a group of them. A head has `width` pages
+    from that of the first new key on, and one more.
 
     `open_pages` has `width` pages a sequence. Of a packed batch `width` is `pages_apart`, and `pages` those of all.
     """
@@ -89,9 +94,9 @@ def close_full_pages(
     hl.specialize((block_table.stride(0), cache_seqlens.stride(0), cu_seqlens.stride(0)))
     B = cache_seqlens.size(0)
     # Of a packed batch pages of all sequences follow each other.
-    heads = kv_heads if spec.batch else B * kv_heads
-    for bh, at_page in hl.grid([heads, pages]):
-        h = bh % kv_heads
+    groups = head_groups if spec.batch else B * head_groups
+    for group, at_page in hl.grid([groups, pages]):
+        first_head = group % head_groups * (kv_heads // head_groups)
         if spec.batch:
             # [batch]
             new = queries_of_batch(cu_seqlens, cache_seqlens, B, spec.batch)
@@ -105,7 +110,7 @@ def close_full_pages(
             first = hl.load(cache_seqlens, [b]) - new_keys
             first_open = int32(b * width) + quotient(first_token, int32(spec.bn))
         else:
-            b, i = bh // kv_heads, at_page + 0
+            b, i = group // head_groups, at_page + 0
             first, new_keys = hl.load(cache_seqlens, [b]), int32(length)
             first_open = int32(b * width)
         # The page before the first new key's comes first.
@@ -113,22 +118,22 @@ def close_full_pages(
         listed = (first >= 0) & (j >= 0) & (j < max_pages)
         page = hl.load(block_table, [torch.where(listed, b * max_pages + j, 0)])
         known = listed & (page >= 0) & (page < num_pages) & (new_keys > 0)
-        of_k, of_v, of_descales = page_begins(torch.where(known, page, 0), h, steps)
+        of_first_head = page_begins(torch.where(known, page, 0), first_head, steps)[2]
         begin, end, keys = j * spec.bn, (j + 1) * spec.bn, first + new_keys
         # A sequence may have fewer new keys than drafts: only new ones may be rejected.
         kept = torch.maximum(keys - drafts, first)
         is_full, settled = end <= keys, end <= kept
         # Behind a full page that drafts keep open.
         follows = (begin < keys) & (begin > first) & (begin > kept)
-        # Not "open", since a NaN is neither.
-        closed = (hl.load(k_descale, [of_descales + 1]) < 0.0).to(torch.int32)
+        # Of all heads at once. Not "open", since a NaN is neither.
+        closed = (hl.load(k_descale, [of_first_head + 1]) < 0.0).to(torch.int32)
         closes = (settled & (closed == 0)).to(torch.int32)
         if (i == 0) & known:
             # Others may have the page: whose new keys fill it closes it, or else the first of those that follow it.
             # [sequences]
             other = hl.arange(spec.sequences)
             there = other < B
-            other_new = int32(length) + 0 * other
+            other_new = (int32(length) + 0 * other).to(torch.int32)
             if spec.batch:
                 other_new = queries_of_batch(cu_seqlens, cache_seqlens, B, spec.sequences)
             other_first = hl.load(cache_seqlens, [other], extra_mask=there)
@@ -140,60 +145,62 @@ def close_full_pages(
             closes = torch.where((fills | follows_sooner).to(torch.int32).sum(0) > 0, 0, closes)
         copies = (i > 0) & (is_full | follows)
         if known & ((closes > 0) | copies):
-            # [bn], keys, and V's in their order
-            slot = hl.arange(spec.bn)
-            stored = key_stored_at(slot)
-            own_k = hl.load(k_descale, [of_descales + slot])
-            own_v = hl.load(v_descale, [of_descales + slot])
-            own_v_stored = hl.load(v_descale, [of_descales + stored])
-            # Descales are not negative, and a NaN's bits are larger than any.
-            page_k = torch.amax(own_k.view(torch.int32), 0).view(torch.float32)
-            page_v = torch.amax(own_v, 0)
-            k_factor = (own_k * (1.0 / page_k)).unsqueeze(1)
-            v_factor = (own_v_stored * (1.0 / page_v)).unsqueeze(0)
-            open_block = (first_open + i - 1).to(torch.int64) * kv_heads + h
-            # What is settled, or not full, is there open.
-            as_it_is = settled | (end > keys)
-            for k_tile in hl.grid(spec.d_pad // spec.d_tile):
-                # [bn, d_tile]
-                cols = k_tile * spec.d_tile + hl.arange(spec.d_tile)
-                k_in_page = slot.unsqueeze(1) * spec.d_pad + cols.unsqueeze(0)
-                k_at = of_k + k_in_page
-                k = hl.load(k8, [k_at])
-                if spec.int8_keys:
-                    k_closed = to_int8(k.to(torch.float32), k_factor, spec.is_cuda)
-                else:
-                    k_closed = (k.to(torch.float32) * k_factor).to(k8.dtype)
+            for h in hl.grid(first_head, first_head + kv_heads // head_groups):
+                of_k, of_v, of_descales = page_begins(page, h, steps)
+                # [bn], keys, and V's in their order
+                slot = hl.arange(spec.bn)
+                stored = key_stored_at(slot)
+                own_k = hl.load(k_descale, [of_descales + slot])
+                own_v = hl.load(v_descale, [of_descales + slot])
+                own_v_stored = hl.load(v_descale, [of_descales + stored])
+                # Descales are not negative, and a NaN's bits are larger than any.
+                page_k = torch.amax(own_k.view(torch.int32), 0).view(torch.float32)
+                page_v = torch.amax(own_v, 0)
+                k_factor = (own_k * (1.0 / page_k)).unsqueeze(1)
+                v_factor = (own_v_stored * (1.0 / page_v)).unsqueeze(0)
+                open_block = (first_open + i - 1).to(torch.int64) * kv_heads + h
+                # What is settled, or not full, is there open.
+                as_it_is = settled | (end > keys)
+                for k_tile in hl.grid(spec.d_pad // spec.d_tile):
+                    # [bn, d_tile]
+                    cols = k_tile * spec.d_tile + hl.arange(spec.d_tile)
+                    k_in_page = slot.unsqueeze(1) * spec.d_pad + cols.unsqueeze(0)
+                    k_at = of_k + k_in_page
+                    k = hl.load(k8, [k_at])
+                    if spec.int8_keys:
+                        k_closed = to_int8(k.to(torch.float32), k_factor, spec.is_cuda)
+                    else:
+                        k_closed = (k.to(torch.float32) * k_factor).to(k8.dtype)
+                    if copies:
+                        k_there = open_block * (spec.bn * spec.d_pad) + k_in_page
+                        hl.store(open_k8, [k_there], torch.where(as_it_is, k, k_closed))
+                    if closes > 0:
+                        hl.store(k8, [k_at], k_closed)
+                for v_tile in hl.grid(spec.d_v_pad // spec.d_tile):
+                    # [d_tile, bn]
+                    channels = v_tile * spec.d_tile + hl.arange(spec.d_tile)
+                    v_in_page = channels.unsqueeze(1) * spec.bn + slot.unsqueeze(0)
+                    v_at = of_v + v_in_page
+                    v = hl.load(v8, [v_at])
+                    v_closed = (v.to(torch.float32) * v_factor).to(v8.dtype)
+                    if copies:
+                        v_there = open_block * (spec.bn * spec.d_v_pad) + v_in_page
+                        hl.store(open_v8, [v_there], torch.where(as_it_is, v, v_closed))
+                    if closes > 0:
+                        hl.store(v8, [v_at], v_closed)
+                marked = slot < 2
+                new_k, new_v = (torch.where(slot == 0, x, spec.closed) for x in (page_k, page_v))
                 if copies:
-                    k_there = open_block * (spec.bn * spec.d_pad) + k_in_page
-                    hl.store(open_k8, [k_there], torch.where(as_it_is, k, k_closed))
+                    # All but the mark may be the keys' own.
+                    opened = as_it_is | (slot > 1)
+                    hl.store(open_k_descale, [open_block * spec.bn + slot], torch.where(opened, own_k, new_k))
+                    hl.store(open_v_descale, [open_block * spec.bn + slot], torch.where(opened, own_v, new_v))
+                if spec.is_cuda:
+                    # All have read the descales.
+                    hl.inline_triton("tl.debug_barrier()", args=(), output_like=None)
                 if closes > 0:
-                    hl.store(k8, [k_at], k_closed)
-            for v_tile in hl.grid(spec.d_v_pad // spec.d_tile):
-                # [d_tile, bn]
-                channels = v_tile * spec.d_tile + hl.arange(spec.d_tile)
-                v_in_page = channels.unsqueeze(1) * spec.bn + slot.unsqueeze(0)
-                v_at = of_v + v_in_page
-                v = hl.load(v8, [v_at])
-                v_closed = (v.to(torch.float32) * v_factor).to(v8.dtype)
-                if copies:
-                    v_there = open_block * (spec.bn * spec.d_v_pad) + v_in_page
-                    hl.store(open_v8, [v_there], torch.where(as_it_is, v, v_closed))
-                if closes > 0:
-                    hl.store(v8, [v_at], v_closed)
-            marked = slot < 2
-            new_k, new_v = (torch.where(slot == 0, x, spec.closed) for x in (page_k, page_v))
-            if copies:
-                # All but the mark may be the keys' own.
-                opened = as_it_is | (slot > 1)
-                hl.store(open_k_descale, [open_block * spec.bn + slot], torch.where(opened, own_k, new_k))
-                hl.store(open_v_descale, [open_block * spec.bn + slot], torch.where(opened, own_v, new_v))
-            if spec.is_cuda:
-                # All have read the descales.
-                hl.inline_triton("tl.debug_barrier()", args=(), output_like=None)
-            if closes > 0:
-                hl.store(k_descale, [of_descales + slot], new_k, extra_mask=marked)
-                hl.store(v_descale, [of_descales + slot], new_v, extra_mask=marked)
+                    hl.store(k_descale, [of_descales + slot], new_k, extra_mask=marked)
+                    hl.store(v_descale, [of_descales + slot], new_v, extra_mask=marked)
 
 
 @functools.cache
@@ -223,8 +230,9 @@ def launch(
     width = open_pages[0].size(0) // sequences
     pages = width + 1
     if batch is not None:
-        # A sequence touches two that it does not fill, at most, and has one before.
-        width, pages = pages_apart(a.drafts), length // bn + 3 * min(sequences, length)
+        # A sequence has one before, one with its first key, and one with its last.
+        width = pages_apart(a.drafts)
+        pages = length // bn + min(sequences, length) + min(2 * sequences, length)
     kernel(a.k.is_cuda).run(
         {
             "k8": flat_memory(cache.k8),
@@ -241,6 +249,7 @@ def launch(
             "num_pages": num_pages,
             "max_pages": a.block_table.size(1),
             "kv_heads": H_kv,
+            "head_groups": 1 if length < FEW_NEW_KEYS * sequences else H_kv,
             "width": width,
             "pages": pages,
             "length": length,

@@ -25,11 +25,13 @@ def check_number(name: str, value: object, what: str, accepted: bool) -> None:
         raise ValueError(f"{name} is {value!r}; it must be {what}")
 
 
-def check_grid(grid: Sequence[int], tile: Sequence[int], text: int) -> None:
-    """A grid of tokens, and its tiles."""
+def check_grid(grid: Sequence[int], tile: Sequence[int], before: int, text: int) -> None:
+    """A grid of tokens, its tiles, and tokens before and behind it."""
     check_sizes("grid", grid, [MAX_TOKENS] * 3)
     check_sizes("tile", tile, grid)
-    check_int("text", text, 0, MAX_TOKENS - min(MAX_TOKENS, grid[0] * grid[1] * grid[2]))
+    left = MAX_TOKENS - min(MAX_TOKENS, grid[0] * grid[1] * grid[2])
+    check_int("before", before, 0, left)
+    check_int("text", text, 0, left - before)
 
 
 def check_ids(name: str, ids: torch.Tensor, dims: tuple[int, ...], what: str) -> None:

@@ -506,7 +506,14 @@ def every_third(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor
 
 
 def compile_step(
-    D: int, H: int, tokens: int, sequences: int, num_splits: int, recipe: ha.Recipe = ha.BALANCED, drafts: int = 0
+    D: int,
+    H: int,
+    tokens: int,
+    sequences: int,
+    num_splits: int,
+    recipe: ha.Recipe = ha.BALANCED,
+    drafts: int = 0,
+    num_pages: int = 2048,
 ) -> list[Sm90Kernel]:
     """The kernels of `kv_cache.step` on 8 KV heads, in their order."""
 
@@ -516,7 +523,7 @@ def compile_step(
         table, seqlens = fake_cuda(sequences, 32, dtype=torch.int32), fake_cuda(sequences, dtype=torch.int32)
         cu_seqlens = fake_cuda(sequences + 1, dtype=torch.int32)
         with launching():
-            cache = fake_cache(2048, 8, D, D, recipe)
+            cache = fake_cache(num_pages, 8, D, D, recipe)
             ha.kv_cache.step(q, k, v, cache, cu_seqlens, table, seqlens, num_splits=num_splits, drafts=drafts)
 
     return compile_for_sm90(launch)
@@ -531,6 +538,7 @@ def compile_append(
     strided: bool = False,
     k_mean: bool = False,
     channel_factors: bool = False,
+    num_pages: int = 2048,
 ) -> list[Sm90Kernel]:
     """The two kernels of `append_kvcache` for `L` new keys a sequence; with RoPE if `interleaved` is not None.
 
@@ -543,7 +551,7 @@ def compile_append(
         k, v = (new(64, 8, L, D, dtype=dtype) for _ in range(2))
         rope = None if interleaved is None else ha.Rope(fake_cuda(4096, D // 2), fake_cuda(4096, D // 2), interleaved)
         with launching():
-            cache = fake_cache(2048, 8, D, D, recipe, k_mean, channel_factors)
+            cache = fake_cache(num_pages, 8, D, D, recipe, k_mean, channel_factors)
             ha.append_kvcache(cache, k, v, table, seqlens, rope=rope)
 
     return compile_for_sm90(launch)

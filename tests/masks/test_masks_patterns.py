@@ -90,25 +90,25 @@ def test_prefix_of_each_sequence() -> None:
 
 
 TILES = [
-    ((4, 8, 8), (2, 8, 8), (1, 1, 1), 0),
-    ((6, 16, 16), (2, 8, 8), (3, 1, 2), 0),
-    ((5, 7, 9), (2, 3, 4), (1, 3, 2), 0),
-    ((5, 7, 9), (2, 3, 4), (3, 3, 3), 20),
-    ((4, 8, 12), (2, 4, 4), (1, 1, 3), 130),
-    ((1, 1, 1), (1, 1, 1), (1, 1, 1), 0),
+    ((4, 8, 8), (2, 8, 8), (1, 1, 1), 0, 0),
+    ((6, 16, 16), (2, 8, 8), (3, 1, 2), 0, 0),
+    ((5, 7, 9), (2, 3, 4), (1, 3, 2), 3, 0),
+    ((5, 7, 9), (2, 3, 4), (3, 3, 3), 0, 20),
+    ((4, 8, 12), (2, 4, 4), (1, 1, 3), 20, 130),
+    ((1, 1, 1), (1, 1, 1), (1, 1, 1), 0, 0),
 ]
 
 
-@pytest.mark.parametrize(("grid", "tile", "window", "text"), TILES)
+@pytest.mark.parametrize(("grid", "tile", "window", "before", "text"), TILES)
 def test_sliding_tile(
-    grid: Sequence[int], tile: Sequence[int], window: Sequence[int], text: int, evaluated: list[int]
+    grid: Sequence[int], tile: Sequence[int], window: Sequence[int], before: int, text: int, evaluated: list[int]
 ) -> None:
-    mask, order, inverse = ha.masks.sliding_tile(grid, tile, window, text=text)
+    mask, order, inverse = ha.masks.sliding_tile(grid, tile, window, before=before, text=text)
     video = math.prod(grid)
-    assert torch.equal(order[inverse], torch.arange(video + text))
+    assert torch.equal(order[inverse], torch.arange(before + video + text))
     places = [*itertools.product(*map(range, grid))]
     tiles = [-(-size // of) for size, of in zip(grid, tile, strict=True)]
-    dense = torch.ones(video + text, video + text, dtype=torch.bool)
+    dense = torch.ones(video, video, dtype=torch.bool)
     # In the order of the grid, token by token.
     for i, of_query in enumerate(places):
         for j, of_key in enumerate(places):
@@ -121,13 +121,15 @@ def test_sliding_tile(
             break
     rows = min(video, 41) if video > 400 else video
     back = mask.to_dense()[0, 0][inverse][:, inverse]
-    assert torch.equal(back[:rows, :video], dense[:rows, :video])
-    assert bool(back[video:].all())
-    assert bool(back[:, video:].all())
+    of_video = slice(before, before + video)
+    assert torch.equal(back[of_video, of_video][:rows], dense[:rows])
+    for others in (slice(before), slice(before + video, None)):
+        assert bool(back[others].all())
+        assert bool(back[:, others].all())
     check(mask, mask.to_dense())
     assert evaluated == [in_part(mask)]
     # Tokens of a tile lie together.
-    of_tile = [tuple(x // size for x, size in zip(places[i], tile, strict=True)) for i in order[:video].tolist()]
+    of_tile = [tuple(x // size for x, size in zip(places[i - before], tile, strict=True)) for i in order[:video]]
     assert [x for x, _ in itertools.groupby(of_tile)] == sorted(set(of_tile))
 
 
@@ -298,6 +300,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: ha.masks.sliding_tile((4, 4, 4), (5, 2, 2), (1, 1, 1)), ValueError, r"tile is .* up to 4, 4, 4"),
     (lambda: ha.masks.sliding_tile((4, 4, 4), (2, 2, 2), (3, 1, 1)), ValueError, r"window is .* up to 2, 2, 2"),
     (lambda: ha.masks.sliding_tile((4, 4, 4), (2, 2, 2), (1, 1, 1), text=-1), ValueError, "text is -1"),
+    (lambda: ha.masks.sliding_tile((4, 4, 4), (2, 2, 2), (1, 1, 1), before=-1), ValueError, "before is -1"),
     (lambda: ha.masks.radial(0, 4), ValueError, "frames is 0"),
     (lambda: ha.masks.radial(4, 0), ValueError, "tokens is 0"),
     (lambda: ha.masks.radial(4, 4, decay=0), ValueError, "decay is 0; it must be a finite number above 0"),
