@@ -97,7 +97,7 @@ def with_scores(function: Callable[P, R]) -> Callable[P, R]:
     parameters += [x for x in signature.parameters.values() if x.kind is not x.VAR_KEYWORD]
     parameters.sort(key=lambda x: x.kind)  # what is positional first; otherwise as they are
     function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return function
+    return reject_unknown_kwargs(function)
 
 
 def options_of(other: Callable[..., object], but: Collection[str] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -110,9 +110,16 @@ def options_of(other: Callable[..., object], but: Collection[str] = ()) -> Calla
     parameters = [x for name, x in inspect.signature(other).parameters.items() if name not in but]
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if any(name in kwargs for name in but):
+                raise TypeError  # `reject_unknown_kwargs` says which
+            return function(*args, **kwargs)
+
+        taken = call if but else function
         returned = inspect.signature(function).return_annotation
-        function.__signature__ = inspect.Signature(parameters, return_annotation=returned)  # type: ignore[attr-defined]
-        return function
+        taken.__signature__ = inspect.Signature(parameters, return_annotation=returned)  # type: ignore[attr-defined]
+        return taken
 
     return decorate
 
@@ -155,4 +162,4 @@ def _shown(given: str, value: object) -> str:
         return f"({left}, 0): a sliding_window counts the query's own key"
     if OTHER_NAMES[given] == "layout" and isinstance(value, str):
         return repr(OTHER_LAYOUTS.get(value.upper(), value))
-    return repr(value) if isinstance(value, (bool, int, float, str, tuple)) else "..."
+    return repr(value) if value is None or isinstance(value, (bool, int, float, str, tuple)) else "..."

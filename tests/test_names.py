@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -12,7 +14,8 @@ from typing_extensions import assert_type
 
 import helion_attn as ha
 from devtools.inputs import make_qkv
-from helion_attn.names import NOT_HERE, OTHER_NAMES
+from helion_attn.names import NOT_HERE, OTHER_NAMES, WIDTH
+from helion_attn.options import ScoreOptions
 from helion_attn.types import RecipeName
 from helpers.refused import assert_raises
 
@@ -48,6 +51,137 @@ def test_values_of_others_are_answered_with_the_right_one() -> None:
     for other, ours in (("HND", "bhsd"), ("NHD", "bshd"), ("bshd", "bshd")):
         for name in ("tensor_layout", "kv_layout"):
             assert_raises(ha.attention, {name: other}, TypeError, [f"pass layout='{ours}'"])
+
+
+#: What a message says of a window in place of a sliding_window.
+OWN_KEY = ": a sliding_window counts the query's own key"
+
+
+@pytest.mark.parametrize(
+    ("given", "passed"),
+    [
+        ({"sliding_window": 4}, f"window=(3, 0){OWN_KEY}"),
+        ({"sliding_window": 0}, f"window=(sliding_window - 1, 0){OWN_KEY}"),
+        ({"sliding_window": True}, f"window=(sliding_window - 1, 0){OWN_KEY}"),
+        ({"sliding_window": torch.tensor(4)}, f"window=(sliding_window - 1, 0){OWN_KEY}"),
+        ({"window_size": (4, 0)}, "window=(4, 0)"),
+        ({"tensor_layout": "sbhd"}, "layout='sbhd'"),
+        ({"tensor_layout": 1}, "layout=1"),
+        ({"is_causal": True}, "causal=True"),
+        ({"query": QKV[0]}, "q=..."),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_what_to_pass_has_the_value(given: dict[str, Any], passed: str) -> None:
+    """A number, a string or a tuple is said again, and of a tensor three dots."""
+    ((name, _),) = given.items()
+    ours = passed.partition("=")[0]
+    with pytest.raises(TypeError) as raised:
+        ha.attention(**given)
+    assert str(raised.value) == f"attention() has no argument {name}, which is {ours} here: pass {passed}"
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_sliding_window_and_what_to_pass_see_the_same_keys(size: int) -> None:
+    """Row i sees the keys j of i - size < j <= i, as transformers has it."""
+    attention: Any = ha.attention
+    with pytest.raises(TypeError) as raised:
+        attention(*QKV, sliding_window=size)
+    window = ast.literal_eval(str(raised.value).partition("window=")[2].removesuffix(OWN_KEY))
+    q, k, v = (x.double() for x in make_qkv("randn", 1, 1, 1, 6, 6, 32, device="cpu"))
+    distance = torch.arange(6).unsqueeze(1) - torch.arange(6)
+    seen = (distance >= 0) & (distance < size)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    assert torch.allclose(ha.reference.attention(q, k, v, window=window), expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        (QKV[:2], {}, "missing 1 required positional argument: 'v'"),
+        ((*QKV, QKV[0]), {}, "takes 3 positional arguments but 4 were given"),
+        (QKV, {"q": QKV[0]}, "got multiple values for argument 'q'"),
+        (QKV, {"softcap": "3"}, "softcap is a str; it must be None or a float"),
+    ],
+    ids=["too_few", "too_many", "twice", "of_another_type"],
+)
+def test_other_errors_of_arguments_are_as_they_were(
+    given: tuple[torch.Tensor, ...], options: dict[str, Any], message: str
+) -> None:
+    """All their names are known here."""
+    attention: Any = ha.attention
+    with pytest.raises(TypeError) as raised:
+        attention(*given, **options)
+    assert message in str(raised.value)
+    assert "has no argument" not in str(raised.value)
+
+
+def test_check_has_not_all_arguments_of_attention() -> None:
+    """What changes nothing of an error, though `attention` has it."""
+    for given in ({"out_dtype": torch.float32}, {"num_splits": 2}, {"return_lse": True}):
+        assert_raises(ha.check, given, TypeError, [f"check() has no argument {next(iter(given))}"])
+
+
+def test_references_know_near_misses() -> None:
+    for function in (ha.reference.attention, ha.reference.attention_varlen):
+        assert_raises(function, {"sofcap": 3.0}, TypeError, ["did you mean softcap"])
+
+
+def test_the_first_unknown_argument_is_answered_alone() -> None:
+    """Without Python's own error, which says less, before it."""
+    attention: Any = ha.attention
+    with pytest.raises(TypeError) as raised:
+        attention(*QKV, causal=True, scale=2.0, dropout_p=0.5)
+    assert str(raised.value) == "attention() has no argument scale, which is sm_scale here: pass sm_scale=2.0"
+    assert raised.value.__suppress_context__
+
+
+PUBLIC = [name for name in ha.__all__ if inspect.isfunction(getattr(ha, name))]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_signatures_fit_a_screen(name: str) -> None:
+    """And what is printed, of several lines or of one, is Python's for the same arguments and defaults."""
+    signature = inspect.signature(getattr(ha, name))
+    lines = str(signature).splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    parameters = list(signature.parameters.values())
+    in_a_line = str(inspect.Signature(parameters, return_annotation=signature.return_annotation))
+    assert (len(lines) == 1) == (len(in_a_line) <= WIDTH)
+    by_kind: dict[Any, list[str]] = {}
+    for parameter in parameters:
+        by_kind.setdefault(parameter.kind, []).append(parameter.name)
+        if len(lines) > 1:
+            assert f"    {parameter}," in lines
+    (printed,) = ast.parse(f"def f{signature}: ...").body
+    assert isinstance(printed, ast.FunctionDef)
+    assert not printed.args.posonlyargs
+    assert [x.arg for x in printed.args.args] == by_kind.get(inspect.Parameter.POSITIONAL_OR_KEYWORD, [])
+    assert [x.arg for x in printed.args.kwonlyargs] == by_kind.get(inspect.Parameter.KEYWORD_ONLY, [])
+    assert printed.returns is not None
+
+
+def test_signatures_of_what_hands_its_options_on() -> None:
+    """`explain` and `plan` take what `attention` takes, and `check` all but what is the output's alone."""
+    parameters = inspect.signature(ha.attention).parameters
+    for function in (ha.explain, ha.plan):
+        assert inspect.signature(function).parameters == parameters
+        assert inspect.signature(function).return_annotation != inspect.signature(ha.attention).return_annotation
+    left_out = {*parameters} - {*inspect.signature(ha.check).parameters}
+    assert left_out == {"return_lse", "out_dtype", "num_splits"}
+
+
+@pytest.mark.parametrize("function", [ha.reference.attention, ha.reference.fp8_attention], ids=lambda f: f.__name__)
+def test_signatures_of_references_have_the_options_of_scores(function: Callable[..., Any]) -> None:
+    """By keyword alone, with the defaults that they have, and no **options besides."""
+    parameters = inspect.signature(function).parameters
+    for field in dataclasses.fields(ScoreOptions):
+        assert parameters[field.name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert parameters[field.name].default == field.default
+    assert list(parameters)[:3] == ["q", "k", "v"]
+    assert inspect.Parameter.VAR_KEYWORD not in {x.kind for x in parameters.values()}
+    with pytest.raises(TypeError, match="sofcap"):
+        function(*QKV, sofcap=3.0)
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,11 @@ NEEDED = {
 
 
 def presets_of(text: str) -> list[str]:
-    """Return the names of presets in a list with commas, checked."""
-    names = [name.strip().lower() for name in text.split(",")]
+    """Return the names of presets in a list with commas, checked, each once."""
+    names = list(dict.fromkeys(name.strip().lower() for name in text.split(",")))
     for name in names:
+        if name == "bf16":
+            raise argparse.ArgumentTypeError("bf16 is what presets are compared with: leave it out")
         try:
             as_choice(name)
         except ValueError as error:
