@@ -21,12 +21,22 @@ def flux(layers: int = 1) -> Any:
     ).eval()  # fmt: skip
 
 
-def wan(layers: int = 2, **options: Any) -> Any:
+def wan(layers: int = 2, kind: str = "WanTransformer3DModel", **options: Any) -> Any:
     """Cross attention has other lengths."""
-    return diffusers.WanTransformer3DModel(
-        num_attention_heads=2, attention_head_dim=32, in_channels=4, out_channels=4, text_dim=24, freq_dim=16,
-        ffn_dim=64, num_layers=layers, rope_max_seq_len=32, **options,
+    options = {"in_channels": 4, "out_channels": 4} | options
+    return getattr(diffusers, kind)(
+        num_attention_heads=2, attention_head_dim=32, text_dim=24, freq_dim=16, ffn_dim=64, num_layers=layers,
+        rope_max_seq_len=32, **options,
     ).eval()  # fmt: skip
+
+
+def wan_animate() -> Any:
+    return wan(
+        1, "WanAnimateTransformer3DModel", in_channels=12, latent_channels=4, image_dim=24, added_kv_proj_dim=64,
+        motion_encoder_channel_sizes={"4": 8, "8": 8, "16": 8}, motion_encoder_size=16, motion_style_dim=8,
+        motion_dim=4, motion_encoder_dim=8, face_encoder_hidden_dim=8, face_encoder_num_heads=1,
+        inject_face_latents_blocks=1,
+    )  # fmt: skip
 
 
 def hunyuan_video(layers: int = 1, refiner_layers: int = 1) -> Any:
@@ -76,6 +86,15 @@ def minimax_h3(layers: int = 2) -> Any:
     ).eval()  # fmt: skip
 
 
+def ltx2(rope_type: str = "split", layers: int = 2, **options: Any) -> Any:
+    """Video has 2 heads of 32 channels, and audio of 16."""
+    return diffusers.LTX2VideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=32, cross_attention_dim=64,
+        audio_in_channels=6, audio_out_channels=6, audio_num_attention_heads=2, audio_attention_head_dim=16,
+        audio_cross_attention_dim=32, num_layers=layers, caption_channels=24, rope_type=rope_type, **options,
+    ).eval()  # fmt: skip
+
+
 def kept_tokens(count: int, *kept: int) -> torch.Tensor:
     """A mask of so many tokens: the first of each sequence."""
     return (torch.arange(count) < torch.tensor(kept)[:, None]).long()
@@ -117,10 +136,22 @@ def inputs_of(model: Any) -> dict[str, Any]:
             **{"token_tags": tags, "position_ids": positions, "text_indices": torch.arange(7)},
             **{"video_indices": torch.arange(7, 27), "audio_indices": torch.arange(27, 30)},
         }
+    if kind == "LTX2VideoTransformer3DModel":
+        return {
+            **{"hidden_states": rand(2, 40, 4), "num_frames": 2, "height": 4, "width": 5},
+            **{"audio_hidden_states": rand(2, 7, 6, seed=2), "audio_num_frames": 7, "timestep": time.float()},
+            **{"encoder_hidden_states": text, "audio_encoder_hidden_states": text.flip(1)},
+            "sigma": time.float(),
+        }
     inputs = {"hidden_states": rand(2, 4, 2, 8, 10), "timestep": time, "encoder_hidden_states": text}
     if model.config.image_dim is not None:
         images = {"encoder_hidden_states_image": rand(2, 7, model.config.image_dim, seed=2)}
         inputs |= images | {"encoder_hidden_states": rand(2, 512, 24, seed=1)}
+    if kind == "WanVACETransformer3DModel":
+        inputs["control_hidden_states"] = rand(2, 6, 2, 8, 10, seed=3)
+    if kind == "WanAnimateTransformer3DModel":
+        inputs |= {"hidden_states": rand(2, 12, 2, 8, 10), "pose_hidden_states": rand(2, 4, 1, 8, 10, seed=3)}
+        inputs["face_pixel_values"] = rand(2, 3, 1, 16, 16, seed=4)
     return inputs
 
 
@@ -129,6 +160,17 @@ MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "flux": (flux, {}),
     "wan": (wan, {}),
     "wan_of_images": (functools.partial(wan, image_dim=24, added_kv_proj_dim=64), {}),
+    # As Wan 2.2 with 5B parameters: each token has a time.
+    "wan_of_times": (wan, {"timestep": torch.linspace(3, 500, 80).view(2, 40)}),
+    "wan_vace": (
+        functools.partial(wan, 1, "WanVACETransformer3DModel", vace_layers=[0], vace_in_channels=6),
+        {},
+    ),
+    "wan_animate": (wan_animate, {}),
+    "chrono_edit": (
+        functools.partial(wan, 1, "ChronoEditTransformer3DModel", image_dim=24, added_kv_proj_dim=64),
+        {},
+    ),
     "hunyuan_video": (hunyuan_video, {}),
     "hunyuan_video_of_one_length": (hunyuan_video, {"encoder_attention_mask": kept_tokens(11, 4, 4)}),
     "qwen_image": (qwen_image, {}),
@@ -146,6 +188,23 @@ MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
         },
     ),
     "minimax_h3": (minimax_h3, {}),
+    "ltx2": (
+        ltx2,
+        {"encoder_attention_mask": kept_tokens(11, 11, 4), "audio_encoder_attention_mask": kept_tokens(11, 4, 11)},
+    ),
+    "ltx2_interleaved": (functools.partial(ltx2, "interleaved"), {}),
+    # As LTX-2.3: the first sequence takes values in place of attention in block 1.
+    "ltx2_perturbed": (
+        functools.partial(
+            ltx2,
+            perturbed_attn=True,
+            gated_attn=True,
+            audio_gated_attn=True,
+            cross_attn_mod=True,
+            audio_cross_attn_mod=True,
+        ),
+        {"spatio_temporal_guidance_blocks": [1], "perturbation_mask": torch.tensor([0.0, 1.0])},
+    ),
 }
 
 

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from helion_attn.integrations.diffusers import attend, visible_of
 from helion_attn.integrations.diffusers_schedule import BoundSchedule, check_eager, choice_of
-from helion_attn.integrations.fused.qk_prologue import QKPrologue, fusable_norm, get_rope_cache, split_prologue
+from helion_attn.integrations.fused.qk_prologue import (
+    QKPrologue,
+    RopeCache,
+    apply_norm,
+    fusable_norm,
+    get_rope_cache,
+    split_prologue,
+)
 from helion_attn.integrations.inputs import autocast_inputs
+from helion_attn.integrations.mask_tensors import Visible
+from helion_attn.transforms import apply_rope
 from helion_attn.types import Auto, Recipe, Rope, unchecked_rope
 
 #: Of Wan's text, behind those of an image, as diffusers has it.
@@ -45,9 +55,41 @@ def rope_of_halves(cos: torch.Tensor, sin: torch.Tensor) -> Rope:
     return unchecked_rope(cos, sin, interleaved=False)
 
 
-def rope_of_one(angles: torch.Tensor) -> Rope | None:
-    """Make a Rope of complex tables [B, S, D / 2]; None of several sequences, which have tables of their own."""
-    return rope_of_complex(angles[0]) if angles.size(0) == 1 else None
+def rope_of_sequence(angles: torch.Tensor, b: int) -> Rope:
+    """Make a Rope of sequence b of complex tables [B, S, D / 2]."""
+    return rope_of_complex(angles[b])
+
+
+def rope_of_heads(cos: torch.Tensor, sin: torch.Tensor, heads: int, *, interleaved: bool) -> Rope:
+    """Make a Rope of B S heads rows: each head of a token has angles of its own.
+
+    It is a view of fp32 tables of the second form as LTX-2 makes them, so nothing is kept for other layers.
+
+    Args:
+        cos: [B, S, heads D] with every column twice in a row if `interleaved`, otherwise [B, heads, S, D / 2].
+        sin: same shape.
+        heads: of the attention.
+        interleaved: as `Rope` has it.
+    """
+    if interleaved:
+        cos, sin = (x[..., ::2].unflatten(2, (heads, -1)) for x in (cos, sin))
+    else:
+        cos, sin = (x.transpose(1, 2) for x in (cos, sin))
+    cos, sin = (x.float().flatten(0, 2).contiguous() for x in (cos, sin))
+    return unchecked_rope(cos, sin, interleaved=interleaved)
+
+
+def visible_of_sequence(visible: Visible | None, b: int) -> Visible | None:
+    """Return what a mask leaves of sequence b, as a mask of that sequence alone."""
+    if visible is None:
+        return None
+    rows, kept, scores = slice(b, b + 1), visible.kept, visible.scores
+    if scores is not None and scores.dim() == 4 and scores.size(0) > 1:
+        scores = scores[rows]
+    kept = None if kept is None else kept[rows]
+    return dataclasses.replace(
+        visible, first=visible.first[rows], second=visible.second[rows], kept=kept, scores=scores
+    )
 
 
 class Processor:
@@ -109,8 +151,12 @@ class Processor:
         v: torch.Tensor,
         prologue: QKPrologue,
         attention_mask: torch.Tensor | None = None,
+        rope_caches: Sequence[RopeCache | None] = (),
     ) -> torch.Tensor:
-        """[B, S, H, D] each, to [B, S, H * D_v]."""
+        """Return [B, S, H * D_v] of [B, S, heads, D] each.
+
+        With `rope_caches`, one of each sequence, `prologue` has none, and each sequence is a call of its own.
+        """
         q, k, v = autocast_inputs(q, k, v)
         B, M, H, N = *q.shape[:3], k.size(1)
         visible = visible_of(attention_mask, B, H, M, N, "attention_mask")
@@ -118,8 +164,20 @@ class Processor:
         if self.schedule is not None:
             check_eager()
             recipe, pattern = choice_of(self.schedule, self.layer, recipe, q, k)
-        out, _ = attend(q, k, v, recipe=recipe, visible=visible, pattern=pattern, prologue=prologue)
-        return out.flatten(2, 3)
+
+        def attend_rows(rows: slice, visible: Visible | None, prologue: QKPrologue) -> torch.Tensor:
+            out, _ = attend(
+                q[rows], k[rows], v[rows], recipe=recipe, visible=visible, pattern=pattern, prologue=prologue
+            )  # fmt: skip
+            return out.flatten(2, 3)
+
+        if not rope_caches:
+            return attend_rows(slice(None), visible, prologue)
+        outs = [
+            attend_rows(slice(b, b + 1), visible_of_sequence(visible, b), prologue._replace(rope_cache=rope_cache))
+            for b, rope_cache in enumerate(rope_caches)
+        ]
+        return torch.cat(outs)
 
 
 class WanProcessor(Processor):
@@ -315,7 +373,7 @@ class MiniMaxH3Processor(Processor):
 
 
 class ZImageProcessor(Processor):
-    """In place of `ZSingleStreamAttnProcessor`: norms by head, and RoPE of one sequence; several have angles each."""
+    """In place of `ZSingleStreamAttnProcessor`: norms by head, and RoPE, whose angles each sequence has for itself."""
 
     def __call__(
         self,
@@ -327,24 +385,88 @@ class ZImageProcessor(Processor):
     ) -> torch.Tensor:
         """Attention of [B, S, channels] to itself."""
         q, k, v = project_image(attn, hidden_states)
-        rope_cache = get_rope_cache(rope_of_one, None if freqs_cis is None else (freqs_cis,))
-        if freqs_cis is not None and rope_cache is None:
-            # Norms come before.
-            q, k = (
-                rotated(x if norm is None else norm(x), freqs_cis) for x, norm in ((q, attn.norm_q), (k, attn.norm_k))
-            )
-            prologue = QKPrologue()
-        else:
-            q, k, prologue = split_prologue(q, k, attn.norm_q, attn.norm_k, "bshd", rope_cache)
+        q, k, prologue = split_prologue(q, k, attn.norm_q, attn.norm_k, "bshd", None)
         if attention_mask is not None and attention_mask.dim() == 2:
             attention_mask = attention_mask[:, None, None]
-        return project_out(attn, self.attend(q, k, v, prologue, attention_mask))
+        count = 1 if freqs_cis is None else freqs_cis.size(0)
+        tables = None if freqs_cis is None else (freqs_cis,)
+        rope_caches = [get_rope_cache(rope_of_sequence, tables, b) for b in range(count)]
+        if count == 1:
+            prologue, rope_caches = prologue._replace(rope_cache=rope_caches[0]), []
+        return project_out(attn, self.attend(q, k, v, prologue, attention_mask, rope_caches))
 
 
-def rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Return x [B, S, heads, D] rotated by complex angles [B, S, D / 2], pairs of neighbours, in its dtype."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
-    return torch.view_as_real(pairs * angles.unsqueeze(2)).flatten(3).to(x.dtype)
+class LTX2Processor(Processor):
+    """In place of `LTX2AudioVideoAttnProcessor` and `LTX2PerturbedAttnProcessor`: norms over all heads.
+
+    They are fused in attention to a text. Elsewhere each head has angles of its own: norms come before, and then one
+    pass rotates all heads.
+    """
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        query_rotary_emb: Rotary | None = None,
+        key_rotary_emb: Rotary | None = None,
+        perturbation_mask: torch.Tensor | None = None,
+        all_perturbed: torch.Tensor | bool | None = None,
+    ) -> torch.Tensor:
+        """Attention of [B, S, channels] to itself, to a text or to the other of video and audio.
+
+        `perturbation_mask` is 0 for sequences that take their values in place of attention.
+        """
+        context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        v = attn.to_v(context)
+        if all_perturbed is None:
+            all_perturbed = perturbation_mask is not None and bool((perturbation_mask == 0).all())
+        if all_perturbed:
+            out = v
+        else:
+            q, k = attn.to_q(hidden_states), attn.to_k(context)
+            out = self.attend_rotated(
+                attn, q, k, v, attention_mask, query_rotary_emb, key_rotary_emb or query_rotary_emb
+            )  # fmt: skip
+            if perturbation_mask is not None:
+                out = torch.lerp(v, out, perturbation_mask)
+        if attn.to_gate_logits is not None:
+            gates = 2 * attn.to_gate_logits(hidden_states).sigmoid()
+            out = (out.unflatten(2, (attn.heads, -1)) * gates.unsqueeze(-1)).flatten(2)
+        return project_out(attn, out)
+
+    def attend_rotated(
+        self,
+        attn: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        q_rotary: Rotary | None,
+        k_rotary: Rotary | None,
+    ) -> torch.Tensor:
+        """Attention of what is projected, [B, S, H * D] each, to [B, S, H * D]."""
+        q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, v))
+        if q_rotary is None or k_rotary is None:
+            q, k, prologue = split_prologue(q, k, attn.norm_q, attn.norm_k, "bsc", None)
+        else:
+            q = self.rotated(attn, apply_norm(attn.norm_q, q, "bsc"), q_rotary)
+            k = self.rotated(attn, apply_norm(attn.norm_k, k, "bsc"), k_rotary)
+            prologue = QKPrologue()
+        if attention_mask is not None:
+            # [B, N] or [B, 1 or M, N], alike for all heads
+            attention_mask = attention_mask.reshape(q.size(0), 1, -1, k.size(1))
+        return self.attend(q, k, v, prologue, attention_mask)
+
+    def rotated(self, attn: Any, x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        """Return x [B, S, H, D] rotated; where gradients are needed, by diffusers' function."""
+        if x.requires_grad and torch.is_grad_enabled():
+            own = self.functions[f"apply_{attn.rope_type}_rotary_emb"]
+            return own(x.flatten(2), rotary).view_as(x)
+        rope = rope_of_heads(*rotary, attn.heads, interleaved=attn.rope_type == "interleaved")
+        rows = x.reshape(-1, 1, rope.cos.size(0), x.size(-1))
+        return apply_rope(rows, rope).view_as(x)
 
 
 def project_image(attn: Any, x: torch.Tensor) -> list[torch.Tensor]:

@@ -21,6 +21,7 @@ from helion_attn.integrations.fused.diffusers_processors import (
     FluxProcessor,
     HunyuanVideo15Processor,
     HunyuanVideoProcessor,
+    LTX2Processor,
     MiniMaxH3Processor,
     Processor,
     QwenImageProcessor,
@@ -75,18 +76,38 @@ OF_STREAMS = (
     "to_add_out",
 )
 
+WAN = Kind(
+    "Wan (2.1, 2.2, VACE)",
+    "RoPE, and norms over all heads, also those of cross-attention",
+    "diffusers.models.transformers.transformer_wan",
+    ("WanAttention",),
+    "WanAttnProcessor",
+    WanProcessor,
+    (*OF_ALL, "add_k_proj", "to_out"),
+    functions=("_get_qkv_projections", "_get_added_kv_projections"),
+    arguments=(*ARGUMENTS[:-1], "rotary_emb"),
+)
+
+LTX2 = Kind(
+    "LTX-2",
+    "norms over all heads in attention to text; elsewhere norms and one pass of RoPE come before",
+    "diffusers.models.transformers.transformer_ltx2",
+    ("LTX2Attention",),
+    "LTX2AudioVideoAttnProcessor",
+    LTX2Processor,
+    (*OF_ALL, "to_q", "to_k", "to_v", "to_out", "to_gate_logits", "rope_type"),
+    functions=("apply_interleaved_rotary_emb", "apply_split_rotary_emb"),
+    arguments=(*ARGUMENTS[:-1], "query_rotary_emb", "key_rotary_emb"),
+)
+
 FUSED = (
-    Kind(
-        "Wan",
-        "RoPE, and norms over all heads, also those of cross-attention",
-        "diffusers.models.transformers.transformer_wan",
-        ("WanAttention",),
-        "WanAttnProcessor",
-        WanProcessor,
-        (*OF_ALL, "add_k_proj", "to_out"),
-        functions=("_get_qkv_projections", "_get_added_kv_projections"),
-        arguments=(*ARGUMENTS[:-1], "rotary_emb"),
+    WAN,
+    WAN._replace(
+        model="Wan-Animate",
+        parts="as of Wan; attention to a face stays as it is",
+        module="diffusers.models.transformers.transformer_wan_animate",
     ),
+    WAN._replace(model="ChronoEdit", parts="as of Wan", module="diffusers.models.transformers.transformer_chronoedit"),
     Kind(
         "Flux",
         "RoPE, and norms by head in blocks of one stream",
@@ -154,7 +175,7 @@ FUSED = (
     ),
     Kind(
         "Z-Image",
-        "RoPE and norms by head, of one sequence; of several nothing",
+        "RoPE and norms by head; each sequence of a batch is a call of its own",
         "diffusers.models.transformers.transformer_z_image",
         ("ZImageTransformerBlock",),
         "ZSingleStreamAttnProcessor",
@@ -173,6 +194,12 @@ FUSED = (
         (*OF_ALL, "to_q", "to_k", "to_v", "to_out"),
         arguments=("attn", "hidden_states", "rotary_emb", "attention_mask"),
     ),
+    LTX2,
+    LTX2._replace(
+        parts="the same, where attention can be perturbed",
+        processor="LTX2PerturbedAttnProcessor",
+        arguments=(*LTX2.arguments, "perturbation_mask", "all_perturbed"),
+    ),
 )
 
 
@@ -186,13 +213,15 @@ def fuse_diffusers(
 ) -> None:
     """Fuse norms of Q and K and RoPE of a transformer of diffusers (0.42) into quantising: new attention processors.
 
-    It takes Wan (2.1, 2.2), MiniMax-H3, HunyuanVideo (1.5 too), Flux, FLUX.2, Qwen-Image and Z-Image.
+    It takes Wan (2.1, 2.2, VACE, Animate), ChronoEdit, MiniMax-H3, HunyuanVideo (1.5 too), LTX-2, Flux, FLUX.2,
+    Qwen-Image and Z-Image.
     `ha.fuse_diffusers(pipeline.transformer)` computes what the backend of `register_diffusers` computes, but for the
     rounding of the model's own norms and RoPE, which is left out. RoPE is fused, and so are all norms of Wan, also
     those of cross-attention, of MiniMax-H3 and Z-Image, and the norms of blocks of Flux, FLUX.2 and HunyuanVideo that
     have one stream. In blocks of two streams, as all of Qwen-Image's and HunyuanVideo 1.5's are, each stream's norm has
-    a weight of its own, and runs as it is. Z-Image's sequences of a batch have angles each: then nothing is fused.
-    LTX-2's heads have angles each: use the backend.
+    a weight of its own, and runs as it is. Z-Image's sequences of a batch have angles each, and are calls of their own.
+    LTX-2's heads have angles each: its norms are fused in attention to text, and elsewhere norms and one pass of RoPE
+    come before.
 
     Masks that leave each sequence its first keys, as HunyuanVideo's padding does, are fused too; with all others, such
     as Qwen-Image's padding, norms and RoPE come before. The host reads masks in every layer.
@@ -209,7 +238,7 @@ def fuse_diffusers(
         recipe: how the tensors become 8-bit numbers, a preset's name, or "auto", which is chosen as for tensors that
             are normalised and rotated; where it takes PyTorch's attention, norms and RoPE come before.
         schedule: as `register_diffusers` has it, with the same steps and layers; q and k are not normalised or rotated
-            yet.
+            yet, but in LTX-2, where that comes before.
         scheduler: as `register_diffusers` has it.
 
     Raises:
@@ -252,12 +281,20 @@ def fuse_diffusers(
 def attentions(model: torch.nn.Module) -> Iterator[tuple[str, Any, Kind]]:
     """All attention of a model that has a processor here: its name, the module, and what it is."""
     for name, holder in model.named_modules():
-        for kind in FUSED:
-            if type(holder).__name__ in kind.classes and type(holder).__module__ == kind.module:
-                if not kind.child:
-                    yield name, holder, kind
-                else:
-                    yield f"{name}.{kind.child}".lstrip("."), getattr(holder, kind.child, None), kind
+        cls = type(holder)
+        kinds = [kind for kind in FUSED if cls.__name__ in kind.classes and cls.__module__ == kind.module]
+        if not kinds:
+            continue
+        child = kinds[0].child
+        attn = getattr(holder, child, None) if child else holder
+        yield f"{name}.{child}".strip("."), attn, kind_of(attn, kinds)
+
+
+def kind_of(attn: Any, kinds: list[Kind]) -> Kind:
+    """Return which of the kinds of a class an attention is, by its own processor; the first if it has another."""
+    processor = getattr(attn, "processor", None)
+    own = type(processor.own if isinstance(processor, Processor) else processor).__name__
+    return next((kind for kind in kinds if kind.processor == own), kinds[0])
 
 
 def check_layout(what: str, attn: Any, kind: Kind, module: Any) -> None:
