@@ -331,46 +331,6 @@ H3_5S, H3_10S, H3_15S = (
     minimax_h3_of(72, 854, 810, (5, 2, 4)),
     minimax_h3_of(107, 938, 1206, (7, 2, 4)),
 )
-WAN_SMALL = {"num_attention_heads": 12, "num_layers": 30, "ffn_dim": 8960}
-_WAN_720P, _WAN_480P = (21, 90, 160), (21, 60, 104)
-_LLAMA = {
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-}
-_QWEN3 = _LLAMA | {"vocab_size": 151936, "intermediate_size": 12288, "num_hidden_layers": 36, "head_dim": 128}
-_GEMMA3 = {
-    "vocab_size": 262208,
-    "hidden_size": 3840,
-    "intermediate_size": 15360,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 256,
-    "sliding_window": 1024,
-    "max_position_embeddings": 131072,
-}
-#: 26% of the blocks.
-_720P_TILES = ((3, 5, 8), (3, 7, 6))
-_480P_TILES = ((3, 10, 4), (5, 2, 5))
-_544P_TILES = ((3, 9, 10), (5, 2, 6))
-
-#: Blocks of the 50 of MiniMax-H3, which are alike: all of them are 64 GB.
-H3_BLOCKS = 12
-
-
-def minimax_h3_of(seconds: int, tokens: int, frames: int, window: int) -> Model:
-    """MiniMax-H3 at a length of its videos; tiles are of 128 tokens."""
-    size = (frames, 36, 32)
-    name = f"MiniMax-H3, {H3_BLOCKS} of 50 blocks, {seconds} s, {tokens:,} tokens"
-    config, tiles = {"num_layers": H3_BLOCKS}, ((4, 4, 8), (window, 5, 3))
-    return Model(name, minimax_h3, config, size, tokens - math.prod(size), (56, 56), tiles=tiles)
-
-
 WAN_SMALL = "Wan 2.1 1.3B, 1280 x 720, 81 frames"
 WAN_480P, WAN_720P = "Wan 2.1 14B, 832 x 480, 81 frames", "Wan 2.1 14B, 1280 x 720, 81 frames"
 LLAMA, FLUX = "Llama 8B, 32k tokens", "Flux.1, 1024 x 1024"

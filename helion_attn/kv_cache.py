@@ -551,12 +551,13 @@ def attention_kvcache(
         window: (left, right), as `attention` has it. Pages outside of it are not read.
         softcap: as `attention` has it.
         sinks: [H], as `attention` has it.
-        num_splits: splits into which the pages that a query sees are split; chosen by default, from the shapes and the
-            GPU. The results of two choices differ in their rounding. If it is given, and no more than the width of the
-            block table, a query's out and lse have bits that depend on the query, the keys that it sees as the cache
-            stores them, and this number alone: in a chunk of any length, in any batch, on any pages; with `open_pages`,
-            on the keys alone, however they were appended and with whatever drafts, unless a sequence went on from
-            inside of a closed page. A NaN or infinity is an exception, as above.
+        num_splits: splits into which the pages that a query sees are split; chosen by default: a prompt's from shapes
+            and GPU, those of few queries on the GPU, from the lengths of all sequences of the batch. The results of two
+            choices differ in their rounding. If it is given, and no more than the width of the block table, a query's
+            out and lse have bits that depend on the query, the keys that it sees as the cache stores them, and this
+            number alone: in a chunk of any length, in any batch, on any pages; with `open_pages`, on the keys alone,
+            however they were appended and with whatever drafts, unless a sequence went on from inside of a closed
+            page. A NaN or infinity is an exception, as above.
         return_lse: also return the log-sum-exp of the scores.
         out_dtype: bf16, fp16 or fp32; q's by default.
 

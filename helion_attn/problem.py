@@ -415,7 +415,7 @@ class DecodeArgs(NamedTuple):
         open_pages: of the append before, whose queries these are.
         block_table: int32 [B, max_pages].
         cache_seqlens: int32 [B].
-        splits: of a sequence's pages; None for the choice by shapes and GPU.
+        splits: of a sequence's pages; None for a choice.
         scores: and the rest, as in `AttentionArgs`.
         needs_lse_shift: whether the lse, a sink or a softcap needs what K's mean takes from the scores.
     """

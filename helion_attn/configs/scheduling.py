@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 from helion_attn.configs import TileConfig
 
@@ -133,8 +134,8 @@ MAX_ROWS, MIN_ROWS = 32, 16
 #: From so many query rows of a KV head on, they are the M of products (`kernels.prefill`).
 MIN_PREFILL_ROWS = 64
 
-#: Programs of a batch that decodes, for each SM, at least.
-BATCH_PROGRAMS_PER_SM = 12
+#: Splits of a batch that decodes fill the GPU so many times at most, so that a round that is not full costs little.
+BATCH_ROUNDS = 3
 
 #: The fewest pages of a split: writing and merging its partial result costs about as much as a quarter of a page.
 MIN_PAGES = 4
@@ -156,15 +157,38 @@ def decode_queries(group: int, drafts: int) -> int:
     return -(-rows // decode_rows(rows)) * decode_rows(rows) // group
 
 
-def page_splits(sequences: int, programs: int, max_pages: int, multiprocessors: int, ctas_per_sm: int) -> int:
-    """How many splits to make of sequences of up to `max_pages` pages, when `programs` would read them whole.
+class SplitLimits(NamedTuple):
+    """Of which numbers of splits `kernels.dynamic_splits` chooses.
 
-    One sequence is split into as many as the GPU holds at once, which end together. Sequences of a batch differ in
-    length: they are split into more, so that a long one does not end alone. No split has fewer than `MIN_PAGES` of the
-    longest possible sequence.
+    Attributes:
+        most_splits: of a sequence.
+        all_splits: of all sequences, at most.
+        most_rounds: their programs fill the GPU so many times at most, but for one split of each sequence.
+        multiprocessors: of the GPU.
+        ctas_per_sm: programs that an SM holds.
+        is_fixed: each sequence has `most_splits`.
     """
-    if sequences == 1:
-        wanted = multiprocessors * ctas_per_sm // programs
-    else:
-        wanted = -(-multiprocessors * BATCH_PROGRAMS_PER_SM // programs)
-    return max(1, min(wanted, max_pages // MIN_PAGES))
+
+    most_splits: int
+    all_splits: int
+    most_rounds: int
+    multiprocessors: int
+    ctas_per_sm: int
+    is_fixed: bool
+
+
+def split_limits(
+    sequences: int, programs: int, max_pages: int, splits: int | None, multiprocessors: int, ctas_per_sm: int
+) -> SplitLimits:
+    """The limits of sequences of up to `max_pages` pages, each of which `programs` would read whole.
+
+    One sequence is split into as many as the GPU holds at once, which end together. No split has fewer than `MIN_PAGES`
+    of the longest possible sequence.
+    """
+    if splits is not None:
+        return SplitLimits(splits, sequences * splits, 1, multiprocessors, ctas_per_sm, is_fixed=True)
+    rounds = 1 if sequences == 1 else BATCH_ROUNDS
+    filling = rounds * multiprocessors * ctas_per_sm // programs
+    most = max(1, min(filling, max_pages // MIN_PAGES))
+    in_all = min(sequences * most, max(sequences, filling))
+    return SplitLimits(most, in_all, rounds, multiprocessors, ctas_per_sm, is_fixed=False)

@@ -1,8 +1,8 @@
 """FP8 attention of a few queries on a paged KV cache, split over keys: out = softmax(q k^T * sm_scale) v.
 
 One program owns up to `MAX_ROWS` query rows that share a KV head (the whole query group's, times the new tokens), and
-one of the splits of the pages that each of them sees; `merge_splits` merges them. A page is a packed block of `bn`
-keys.
+one of the splits of the pages that each of them sees: `dynamic_splits` says how many each sequence has, and
+`merge_splits` merges them. A page is a packed block of `bn` keys.
 
     q8, q_descale = e4m3 or int8 of a row                                        rounding point 1
     s = q8 k8^T                                                                  fp32, or int32
@@ -51,9 +51,18 @@ import torch
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, Config, helion, hl
 from helion_attn.compiler.runners import Runner, compiled, interpreted
 from helion_attn.configs import MAX_PIECE
-from helion_attn.configs.scheduling import MIN_ROWS
+from helion_attn.configs.scheduling import MIN_ROWS, SplitLimits
+from helion_attn.kernels import dynamic_splits
 from helion_attn.kernels.lib.inline_asm import e4m3_of_bits, exp2, fma, in_new_registers
-from helion_attn.kernels.lib.keys import known_keys, page_at_hand, page_of, page_of_entry, queries_of_sequence
+from helion_attn.kernels.lib.keys import (
+    SplitLists,
+    known_keys,
+    page_at_hand,
+    page_of,
+    page_of_entry,
+    queries_of_sequence,
+    split_at,
+)
 from helion_attn.kernels.lib.masks import visible_keys
 from helion_attn.kernels.lib.paged import (
     FP32_BYTES,
@@ -154,23 +163,25 @@ def fp8_attn_decode(
     block_table: torch.Tensor,  # [B * max_pages]
     cache_seqlens: torch.Tensor,  # [B]
     cu_seqlens: torch.Tensor,  # [B + 1] if batch
+    sequence_of_split: torch.Tensor,  # [all_splits] if is_split_kv
+    first_split: torch.Tensor,  # [B] if is_split_kv
+    own_splits: torch.Tensor,  # [B] if is_split_kv
     sinks: torch.Tensor,  # [H] if has_sinks
     lse_shift: torch.Tensor,  # [B * H * M] if has_lse_shift
     channel_factors: torch.Tensor,  # [factor_rows * D_pad] if equalise
-    out: torch.Tensor,  # [splits * B * H * M, D_v], written
-    lse: torch.Tensor,  # [splits * B * H * M], written
+    out: torch.Tensor,  # [B * H * M, D_v], of splits [all_splits * H * most_queries, D_v], written
+    lse: torch.Tensor,  # [B * H * M], of splits [all_splits * H * most_queries], written
     page_step: int,  # from a page's descales to the next's, in bytes
     head_step: int,  # of heads
     open_width: int,
     new_keys: int,
     drafts: int,
-    splits: int,
+    all_splits: int,
     m_tiles: int,
     max_pages: int,
     group: int,
     m_len: int,
     most_queries: int,
-    split_rows: int,
     q_b_step: int,
     q_h_step: int,
     q_s_step: int,
@@ -182,7 +193,10 @@ def fp8_attn_decode(
     scales: ScoreScales,
     spec: hl.constexpr,  # PagedSpec
 ) -> None:
-    """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`."""
+    """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`.
+
+    `all_splits` are as many as all sequences may have, or with one each as sequences. What is no split writes nothing.
+    """
     hl.register_tunable(MAX_REGISTERS, helion.autotuner.IntegerFragment(24, 255, 255))
     # A pool of more than 2**31 elements is read by descriptors only if its dimensions are known to fit 32 bits.
     torch._check(k8.size(0) <= 2**24)
@@ -193,7 +207,7 @@ def fp8_attn_decode(
     torch._check(v8.size(2) <= 2**24)
     torch._check(open_k8.size(0) <= 2**24)
     torch._check(open_v8.size(0) <= 2**24)
-    num_pages, kv_heads, B = k8.size(0), k8.size(1), cache_seqlens.size(0)
+    num_pages, kv_heads = k8.size(0), k8.size(1)
     bn = hl.specialize(k8.size(-2))
     d_tile = hl.specialize(k8.size(-1))
     d_v_tile = hl.specialize(v8.size(-2))
@@ -201,19 +215,24 @@ def fp8_attn_decode(
     # Known strides keep loads and stores 16 bytes wide.
     hl.specialize((q.stride(0), out.stride(0), out.stride(1), k_descale.stride(0), v_descale.stride(0)))
     hl.specialize((block_table.stride(0), cache_seqlens.stride(0), sinks.stride(0), lse_shift.stride(0)))
-    hl.specialize(cu_seqlens.stride(0))
+    hl.specialize((cu_seqlens.stride(0), sequence_of_split.stride(0), first_split.stride(0), own_splits.stride(0)))
     hl.specialize(channel_factors.stride(0))
 
-    for tile_index, split in hl.grid([B * kv_heads * m_tiles, splits]):
-        bh = tile_index // m_tiles
-        b = bh // kv_heads
-        h = bh % kv_heads
+    for tile_index, at_split in hl.grid([kv_heads * m_tiles, all_splits]):
+        h = tile_index // m_tiles
+        if spec.is_split_kv:
+            is_there, b, split, splits = split_at(sequence_of_split, first_split, own_splits, at_split)
+        else:
+            b, split, splits = at_split + 0, int32(0), int32(1)
         n_len, known_length = known_keys(cache_seqlens, b, max_pages, bn)
         first_query, queries = int32(0), int32(m_len)
         if spec.batch:
             first_query, queries = queries_of_sequence(cu_seqlens, cache_seqlens, b)
             # Of others `fp8_attn_prefill` takes care.
             queries = torch.where(queries > int32(most_queries), 0, queries)
+        if spec.is_split_kv:
+            queries = torch.where(is_there, queries, 0)
+        if spec.batch or spec.is_split_kv:
             n_len = torch.where(queries > 0, n_len, 0)
         # [rows], of the queries times the group's heads; row r is query r // group of the group's head r % group
         # In 32 bits, like keys, where a large pool makes Helion's indices 64: they are kept through both loops.
@@ -227,7 +246,7 @@ def fp8_attn_decode(
         keep = in_range.unsqueeze(1) & (cols < spec.d).unsqueeze(0)
         x = hl.load(q, [row_offset.unsqueeze(1) + cols.unsqueeze(0) * spec.d_step], extra_mask=keep).to(torch.float32)
         if spec.equalise:
-            of_factors = bh % factor_rows * (d_tile * (1 + spec.d_in_halves)) + cols
+            of_factors = (b * kv_heads + h) % factor_rows * (d_tile * (1 + spec.d_in_halves)) + cols
             x = x * hl.load(channel_factors, [of_factors]).unsqueeze(0)
         largest_q = torch.amax(torch.abs(x), 1)
         if spec.d_in_halves:
@@ -285,7 +304,7 @@ def fp8_attn_decode(
         # A row that is NaN or infinite must not change its neighbours.
         known_scale_log2 = torch.where(q_scale_log2 < float("inf"), q_scale_log2, 0.0)
         largest_q_scale_log2 = torch.amax(known_scale_log2, 0)
-        # [rows], of `lse_shift`, and of `lse` unless a split of a packed batch has as many rows for all sequences
+        # [rows], of `lse_shift`, and of `lse` unless it is a split's
         shift_rows = head * m_len + first_query + i
         if not spec.batch:
             shift_rows = shift_rows + b * kv_heads * group * m_len
@@ -447,12 +466,11 @@ def fp8_attn_decode(
         o = torch.where(no_key.unsqueeze(1), 0.0, o)
         out_cols = hl.arange(d_v_tile)
         lse_rows, out_rows = shift_rows, head * out_head_step + (first_query + i) * out_row_step
-        if spec.batch and spec.is_split_kv:
-            lse_rows = (b * kv_heads * group + head) * most_queries + i
-            out_rows = lse_rows
         if not spec.batch:
             out_rows = out_rows + b * kv_heads * group * m_len
-        out_rows = split * split_rows + out_rows
+        if spec.is_split_kv:
+            lse_rows = (int32(at_split) * int32(kv_heads * group) + head) * int32(most_queries) + i
+            out_rows = lse_rows
         stored = in_range.unsqueeze(1) & (out_cols < d_out).unsqueeze(0)
         hl.store(out, [out_rows, out_cols], o.to(out.dtype), extra_mask=stored)
         if spec.in_halves:
@@ -463,7 +481,7 @@ def fp8_attn_decode(
         lse_of_row = (m_i + torch.log2(total)) * LN2
         if spec.scores.lse_shift_in_lse and not spec.is_split_kv:
             lse_of_row = lse_of_row + hl.load(lse_shift, [shift_rows], extra_mask=in_range)
-        hl.store(lse, [split * split_rows + lse_rows], lse_of_row, extra_mask=in_range)
+        hl.store(lse, [lse_rows], lse_of_row, extra_mask=in_range)
 
 
 @functools.cache
@@ -487,7 +505,7 @@ def kernel(is_cuda: bool, tile: DecodeTile) -> Runner:
 def launch(
     a: DecodeArgs,
     rows: int,
-    splits: int,
+    limits: SplitLimits,
     out: torch.Tensor,
     lse: torch.Tensor,
     shift: torch.Tensor | None,
@@ -497,5 +515,10 @@ def launch(
     H, H_kv, B = a.q.size(1), a.cache.k8.size(1), a.cache_seqlens.size(0)
     runner = kernel(a.q.is_cuda, decode_tile(a.cache, rows))
     queries = a.q.size(2) if batch is None else batch.most_queries
-    grid = PagedGrid(rows, -(-H // H_kv * queries // rows), splits, B * H * queries)
-    launch_paged(runner, a, grid, a.cache.v8.size(2) > MAX_PIECE, 1, out, lse, batch, shift)
+    m_tiles, is_split_kv = -(-H // H_kv * queries // rows), limits.most_splits > 1
+    all_splits, lists = B, None
+    if is_split_kv:
+        all_splits, lists = limits.all_splits, dynamic_splits.launch(a, limits, H_kv * m_tiles, batch)
+    own = (lists or SplitLists(*(a.cache_seqlens,) * 3))._asdict() | {"all_splits": all_splits}
+    grid = PagedGrid(rows, m_tiles, all_splits, H * queries, is_split_kv, lists)
+    launch_paged(runner, a, grid, a.cache.v8.size(2) > MAX_PIECE, 1, out, lse, batch, shift, own)

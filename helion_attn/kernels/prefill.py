@@ -507,7 +507,6 @@ def launch(
     else:
         # Each sequence of the kernel's has one that is not full, at most.
         tiles = H // H_kv * M // tile.bm + min(a.cache_seqlens.size(0), M // (batch.most_queries + 1))
-    grid = PagedGrid(tile.bm, tiles, splits, B * H * M)
-    launch_paged(
-        kernel(a.q.is_cuda, tile), a, grid, v8.size(2) > MAX_FRESH_D, parts_of_v(v8.size(2)), out, lse, batch, shift
-    )
+    grid, in_halves = PagedGrid(tile.bm, tiles, splits, B * H * M, splits > 1), v8.size(2) > MAX_FRESH_D
+    own = {"splits": splits, "split_rows": grid.split_rows}
+    launch_paged(kernel(a.q.is_cuda, tile), a, grid, in_halves, parts_of_v(v8.size(2)), out, lse, batch, shift, own)

@@ -34,7 +34,7 @@ def empty_outputs(a: DecodeArgs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _launch_decode(a: DecodeArgs) -> tuple[torch.Tensor, torch.Tensor]:
-    from helion_attn.kernels import cache_lse_shift, decode, prefill
+    from helion_attn.kernels import cache_lse_shift, prefill
 
     out, lse = empty_outputs(a)
     shift = cache_lse_shift.launch(a, packed=False)
@@ -51,22 +51,43 @@ def _launch_decode(a: DecodeArgs) -> tuple[torch.Tensor, torch.Tensor]:
             splits = scheduling.key_splits(programs, pages, sms, tile.ctas_per_sm, scheduling.MIN_PAGES)
         prefill.launch(a, min(splits, most), out, lse, shift)
         return out, lse
-    rows = scheduling.decode_rows(queries)
-    if splits is None:
-        # The last query sees no keys after its own.
-        pages = scheduling.visible_key_blocks(max_pages, a.scores.left, 0, M, a.cache.page_size)
-        ctas_per_sm = decode.decode_tile(a.cache, rows).ctas_per_sm
-        splits = scheduling.page_splits(B, B * H_kv * -(-queries // rows), pages, sms, ctas_per_sm)
-    decode.launch(a, rows, min(splits, most), out, lse, shift)
+    # The last query sees no keys after its own.
+    pages = scheduling.visible_key_blocks(max_pages, a.scores.left, 0, M, a.cache.page_size)
+    _decode(a, queries, pages, most, out, lse, shift)
     return out, lse
+
+
+def _decode(
+    a: DecodeArgs,
+    queries: int,
+    pages: int,
+    most: int,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    shift: torch.Tensor | None,
+    batch: PackedBatch | None = None,
+) -> None:
+    """Launch `fp8_attn_decode` for so many query rows of a KV head, which see up to so many pages."""
+    from helion_attn.kernels import decode
+
+    rows = scheduling.decode_rows(queries)
+    limits = scheduling.split_limits(
+        sequences=a.cache_seqlens.size(0),
+        programs=a.cache.k8.size(1) * -(-queries // rows),
+        max_pages=min(pages, most),
+        splits=None if a.splits is None else min(a.splits, most),
+        multiprocessors=sm_count(a.q),
+        ctas_per_sm=decode.decode_tile(a.cache, rows).ctas_per_sm,
+    )
+    decode.launch(a, rows, limits, out, lse, shift, batch)
 
 
 def _launch_step(a: StepArgs) -> torch.Tensor:
     """Append if there are keys, then decode sequences of few queries, and attend to prompts."""
-    from helion_attn.kernels import cache_lse_shift, decode, prefill
+    from helion_attn.kernels import cache_lse_shift, prefill
     from helion_attn.preprocess import append
 
-    (T, H, _D), (H_kv, page_size), (B, max_pages) = a.q.shape, a.cache.k8.shape[1:3], a.block_table.shape
+    (T, H, _D), (H_kv, page_size), max_pages = a.q.shape, a.cache.k8.shape[1:3], a.block_table.size(1)
     group, drafts, opened, sms = H // H_kv, a.open_pages.drafts, a.open_pages, sm_count(a.q)
     longest = T if a.max_seqlen_q is None else min(T, a.max_seqlen_q)
     few = PackedBatch(a.cu_seqlens, longest, scheduling.decode_queries(group, drafts), few=True)
@@ -93,12 +114,8 @@ def _launch_step(a: StepArgs) -> torch.Tensor:
     most = min(max_pages, (2**31 - 1) // max(1, max_pages))
     width = max_pages if a.max_seqlen_k is None else min(max_pages, -(-a.max_seqlen_k // page_size))
     if few.most_queries:
-        rows, splits = scheduling.decode_rows(group * (1 + drafts)), a.splits
-        if splits is None:
-            pages = scheduling.visible_key_blocks(width, a.scores.left, 0, few.most_queries, page_size)
-            ctas_per_sm = decode.decode_tile(a.cache, rows).ctas_per_sm
-            splits = scheduling.page_splits(B, B * H_kv * -(-group * few.most_queries // rows), pages, sms, ctas_per_sm)
-        decode.launch(attends, rows, min(splits, most), out, lse.unsqueeze(0), shift, few)
+        pages = scheduling.visible_key_blocks(width, a.scores.left, 0, few.most_queries, page_size)
+        _decode(attends, group * few.most_queries, pages, most, out, lse.unsqueeze(0), shift, few)
     if few.most_queries < longest:
         tile, splits = prefill.prefill_tile(a.cache), a.splits
         if splits is None:

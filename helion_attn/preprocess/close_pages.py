@@ -84,10 +84,10 @@ def close_full_pages(
     steps: PageSteps,
     spec: hl.constexpr,  # CloseSpec
 ) -> None:
-    """The kernel; see the module's docstring. A program has a page's heads, or a group of them. A head has `width` pages
-    from that of the first new key on, and one more.
+    """The kernel; see the module's docstring. A program has a page's heads, or a group of them.
 
-    `open_pages` has `width` pages a sequence. Of a packed batch `width` is `pages_apart`, and `pages` those of all.
+    A head has `width` pages from that of the first new key on, and one more. `open_pages` has `width` pages a sequence.
+    Of a packed batch `width` is `pages_apart`, and `pages` those of all.
     """
     hl.specialize((k8.stride(0), v8.stride(0), k_descale.stride(0), v_descale.stride(0)))
     hl.specialize((open_k8.stride(0), open_v8.stride(0), open_k_descale.stride(0), open_v_descale.stride(0)))
@@ -227,12 +227,13 @@ def launch(
     cache, length, sequences = a.cache, a.k.size(2), a.cache_seqlens.size(0)
     num_pages, H_kv, bn, D_pad = cache.k8.shape
     open_pages = empty_open_pages(a, batch) if open_pages is None else open_pages
-    width = open_pages[0].size(0) // sequences
+    width, new_keys = open_pages[0].size(0) // sequences, length
     pages = width + 1
     if batch is not None:
         # A sequence has one before, one with its first key, and one with its last.
         width = pages_apart(a.drafts)
         pages = length // bn + min(sequences, length) + min(2 * sequences, length)
+        new_keys = length // sequences
     kernel(a.k.is_cuda).run(
         {
             "k8": flat_memory(cache.k8),
@@ -249,7 +250,7 @@ def launch(
             "num_pages": num_pages,
             "max_pages": a.block_table.size(1),
             "kv_heads": H_kv,
-            "head_groups": 1 if length < FEW_NEW_KEYS * sequences else H_kv,
+            "head_groups": 1 if new_keys < FEW_NEW_KEYS else H_kv,
             "width": width,
             "pages": pages,
             "length": length,

@@ -510,7 +510,7 @@ def compile_step(
     H: int,
     tokens: int,
     sequences: int,
-    num_splits: int,
+    num_splits: int | None,
     recipe: ha.Recipe = ha.BALANCED,
     drafts: int = 0,
     num_pages: int = 2048,

@@ -15,6 +15,7 @@ import torch
 
 import helion_attn as ha
 from devtools.sm90 import Sm90Kernel, compile_for_sm90, fake_cuda
+from helion_attn.backward.dense import DequantizeRowsArgs, dequantize_rows
 from helion_attn.configs import TILE_CONFIGS
 from helion_attn.types import Layout
 from helpers import offline
@@ -69,6 +70,19 @@ def transforms() -> list[Sm90Kernel]:
     return compile_for_sm90(launch)
 
 
+def unpacks(D: int, recipe: ha.Recipe) -> list[Sm90Kernel]:
+    """What a backward pass reads: the packed tensors as 16-bit rows again."""
+
+    def launch() -> None:
+        qkv = offline.fake_qkv(2, 8, 4, 4096, 9000, D, dtype=torch.bfloat16)
+        with offline.launching():
+            packed = ha.quantize(*qkv, recipe=recipe)
+            sizes = packed.M, packed.N, packed.D, packed.D_v
+            dequantize_rows(DequantizeRowsArgs(packed, *sizes, packed.recipe, torch.bfloat16, bshd=False))
+
+    return [kernel for kernel in compile_for_sm90(launch) if "unpack" in kernel.name]
+
+
 def cases() -> dict[str, Compile]:
     """How to compile each, by name."""
     found: dict[str, Compile] = {}
@@ -87,6 +101,7 @@ def cases() -> dict[str, Compile]:
     for D in (64, 128, 256):
         q_block = replace(IN_E4M3, q_scales="block", smooth_k=True, hadamard=True)
         found |= {
+            f"unpack D{D}": partial(unpacks, D, ha.BALANCED),
             f"varlen D{D}": partial(offline.compile_varlen, D, True, ha.BALANCED),
             f"varlen all D{D}": partial(offline.compile_varlen, D, True, ha.ACCURATE, **EVERYTHING),
             f"split D{D}": partial(offline.compile_shape, 1, 100, 16384, D, True, recipe=ha.BALANCED, sinks=True),

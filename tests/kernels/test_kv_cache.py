@@ -511,20 +511,6 @@ def test_keys_past_the_table_are_not_stored(recipe: ha.Recipe, device: str) -> N
         assert torch.equal(x.view(torch.uint8), before[name].view(torch.uint8)), name
 
 
-def test_the_number_of_splits() -> None:
-    """A sequence's in one round that is full; a batch's in several; never so many that a run is a few pages."""
-    from helion_attn.configs.scheduling import BATCH_PROGRAMS_PER_SM, MIN_PAGES, page_splits
-
-    for programs in (1, 8, 64, 512, 4096):
-        for max_pages in (1, 7, 64, 512):
-            most = max(1, max_pages // MIN_PAGES)
-            alone, batched = (page_splits(sequences, programs, max_pages, 132, 2) for sequences in (1, 4))
-            assert 1 <= alone <= batched <= most
-            assert alone == 1 or programs * alone <= 2 * 132
-            assert alone == most or programs * (alone + 1) > 2 * 132
-            assert batched == most or programs * batched >= BATCH_PROGRAMS_PER_SM * 132
-
-
 def replacing(**fields: Callable[[Decoding], torch.Tensor]) -> Callable[[Decoding], Decoding]:
     """The same problem with other fields of the cache."""
 

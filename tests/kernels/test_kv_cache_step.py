@@ -150,6 +150,18 @@ def test_batches(name: str, recipe: ha.Recipe, device: str) -> None:
     step.check(out, lse, **{x: y for x, y in options.items() if x not in ("drafts", "num_splits")})
 
 
+@pytest.mark.parametrize("first", [(130, 60), (1, -1), (0, 5)], ids=["prompt", "padding", "no_queries"])
+@pytest.mark.parametrize(("stored", "splits"), [(200, 2), (1100, None)], ids=["given", "chosen"])
+def test_sequences_without_splits_come_first(
+    first: tuple[int, int], stored: int, splits: int | None, device: str
+) -> None:
+    """Also where no sequence has any."""
+    for sequences in ([first, (1, stored)], [first, (130, stored - 130)]):
+        step = make_step(sequences, device, H=2, H_kv=1)
+        out, lse = step.run(num_splits=splits)
+        step.check(out, lse)
+
+
 def test_sinks(device: str) -> None:
     sinks = torch.linspace(-2, 3, 4, device=device)
     step = make_step(MIXED, device)

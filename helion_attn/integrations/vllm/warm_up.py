@@ -29,6 +29,9 @@ PROMPT = 512
 #: Sequences from which on kernels hold more of them (`problem.power_that_holds`), and so few that tensors are small.
 BATCHES = (1, 2, 4, 8, 65, 513)
 
+#: Pages of a sequence: few splits are merged at once, or many.
+FEW_PAGES, MANY_PAGES = 16, 1024
+
 #: Processes that compile, and what each needs of the GPU meanwhile besides a layer's memory, in bytes.
 MOST_PROCESSES, PROCESS_BYTES = 12, 2**30
 
@@ -103,15 +106,18 @@ def compile_steps(server: Server, ranks: int) -> None:
 
 def plans_of(server: Server) -> list[plans.Plan]:
     """Plans of steps that launch all kernels."""
-    longest = 1 + server.drafts
-    return [
-        plan_of(kind, server, batch, tokens, max_seqlen_q, splits)
-        for kind in server.kinds
-        for batch in BATCHES
-        if batch <= server.max_sequences
-        for tokens, max_seqlen_q in ((batch * longest, longest), (batch + PROMPT, PROMPT))
-        for splits in ((1, 2, FEW_SPLITS + 1) if kind.num_splits is None else (kind.num_splits,))
-    ]
+    longest, found = 1 + server.drafts, []
+    for kind in server.kinds:
+        given = kind.num_splits
+        for batch in BATCHES:
+            if batch > server.max_sequences:
+                continue
+            chosen = [(None, FEW_PAGES), (None, MANY_PAGES), (1, FEW_PAGES)]
+            for splits, pages in chosen if given is None else [(given, FEW_PAGES)]:
+                found.append(plan_of(kind, server, batch, batch * longest, longest, splits, pages))
+            for splits in (1, 2, FEW_SPLITS + 1) if given is None else (given,):
+                found.append(plan_of(kind, server, batch, batch + PROMPT, PROMPT, splits, FEW_PAGES))
+    return found
 
 
 def page_bytes_of(kind: LayerKind) -> int:
@@ -128,13 +134,20 @@ def pages_for(kind: LayerKind, num_pages: int) -> int:
     return 2
 
 
-def plan_of(kind: LayerKind, server: Server, batch: int, tokens: int, max_seqlen_q: int, num_splits: int) -> plans.Plan:
-    """Plan a step of so many sequences and tokens."""
+def plan_of(
+    kind: LayerKind,
+    server: Server,
+    batch: int,
+    tokens: int,
+    max_seqlen_q: int,
+    num_splits: int | None,
+    max_pages: int,
+) -> plans.Plan:
+    """Plan a step of so many sequences and tokens, of sequences of up to so many pages."""
     device, dtype = torch.device(server.device), getattr(torch, server.dtype)
     heads = kind.num_heads, kind.num_kv_heads, kind.num_kv_heads
     q, k, v = (torch.empty(tokens, H, kind.head_size, dtype=dtype, device=device) for H in heads)
-    # As many as splits take.
-    table = torch.zeros(batch, 16, dtype=torch.int32, device=device)
+    table = torch.zeros(batch, max_pages, dtype=torch.int32, device=device)
     lengths = torch.zeros(batch + 1, dtype=torch.int32, device=device)
     constant = torch.ones(kind.num_kv_heads, kind.head_size) if kind.has_constants else None
     pages = torch.empty(pages_for(kind, server.num_pages), page_bytes_of(kind), dtype=torch.uint8, device=device)

@@ -151,8 +151,8 @@ def keys_of_chunks(
 def split_kv_range(
     n_begin: torch.Tensor,  # [], like the next
     n_end: torch.Tensor,
-    split_idx: int,
-    splits: int,
+    split_idx: Int,
+    splits: Int,
 ) -> tuple[Any, Any]:
     """The key blocks of a split, from `n_begin` up to `n_end`: as many as any other split has, or one less."""
     # Where no row sees a key, n_end may lie before n_begin.
@@ -223,6 +223,36 @@ def sequence_of(
     b = before.sum(0).to(torch.int32)
     own = int32(at) - (before * counts).sum(0).to(torch.int32)
     return b, torch.where(b < batch, own, -1)
+
+
+class SplitLists(NamedTuple):
+    """The splits of all sequences, which do not have as many, one after the other: from `kernels.dynamic_splits`.
+
+    Attributes:
+        sequence_of_split: int32, of each split its sequence; -1 behind the last one.
+        first_split: int32 [B], where a sequence's begin.
+        own_splits: int32 [B], how many it has.
+    """
+
+    sequence_of_split: torch.Tensor
+    first_split: torch.Tensor
+    own_splits: torch.Tensor
+
+
+def split_at(
+    sequence_of_split: torch.Tensor,  # [all_splits]
+    first_split: torch.Tensor,  # [B]
+    own_splits: torch.Tensor,  # [B]
+    at: Int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Whether there is a split at a place of `SplitLists`, of which sequence, its number, and of how many, [] each.
+
+    Where there is none, the rest is of some sequence.
+    """
+    listed = hl.load(sequence_of_split, [at])
+    b = torch.clamp_min(listed, 0)
+    number = int32(at) - hl.load(first_split, [b])
+    return listed >= 0, b, number, torch.clamp_min(hl.load(own_splits, [b]), 1)
 
 
 def page_of(

@@ -15,7 +15,7 @@ from helion_attn.compiler.runners import Runner
 from helion_attn.configs import MAX_PIECE
 from helion_attn.kernels.lib.block_max import update_block_max
 from helion_attn.kernels.lib.inline_asm import fma, fma_up, maximum, tanh
-from helion_attn.kernels.lib.keys import split_kv_range
+from helion_attn.kernels.lib.keys import SplitLists, split_kv_range
 from helion_attn.kernels.lib.scalars import Int, int32
 from helion_attn.kernels.lib.specs import PagedSpec
 from helion_attn.kernels.lib.steps import scores, scores_of_pieces
@@ -259,8 +259,8 @@ def split_of_query(
     n_len: torch.Tensor,  # []
     left: int,
     right: int,
-    split: int,
-    splits: int,
+    split: Int,
+    splits: Int,
     spec: PagedSpec,
 ) -> tuple[Any, Any]:
     """The pages of a query's split, from one up to another. Both grow with the query."""
@@ -282,8 +282,8 @@ def in_split_of_query(
     n_len: torch.Tensor,  # []
     left: int,
     right: int,
-    split: int,
-    splits: int,
+    split: Int,
+    splits: Int,
     spec: PagedSpec,
 ) -> torch.Tensor:
     """`visible` of page j, or nothing where it lies in another of the query's splits."""
@@ -436,14 +436,18 @@ class PagedGrid(NamedTuple):
     Attributes:
         rows: query rows of a tile.
         m_tiles: tiles of a KV head and sequence; of a packed batch `fp8_attn_prefill` has those of all sequences.
-        splits: of the pages that a query sees, a program each.
+        splits: of the pages that a query sees, a program each; with `lists` of all sequences.
         split_rows: rows of out and lse that a split has.
+        is_split_kv: whether results are splits', which are merged.
+        lists: where sequences have splits of their own.
     """
 
     rows: int
     m_tiles: int
     splits: int
     split_rows: int
+    is_split_kv: bool
+    lists: SplitLists | None = None
 
 
 def launch_paged(
@@ -456,6 +460,7 @@ def launch_paged(
     lse: torch.Tensor,
     batch: PackedBatch | None,
     shift: torch.Tensor | None,
+    own: dict[str, Any],
 ) -> None:
     """Write `out` and `lse`; splits of pages are merged if there are several.
 
@@ -469,13 +474,13 @@ def launch_paged(
         lse: fp32 [B, H, M], natural log.
         batch: if queries are packed; then B is 1 in q, out and lse.
         shift: `lse_shift`, from `cache_lse_shift`.
+        own: arguments that the other kernel does not have.
     """
     (_, H, M, D), (H_kv, page_size), max_pages = a.q.shape, a.cache.k8.shape[1:3], a.block_table.size(1)
-    B, splits = a.cache_seqlens.size(0), grid.splits
+    B, splits, is_split_kv = a.cache_seqlens.size(0), grid.splits, grid.is_split_kv
     unit, k8, v8 = common_unit(a.q), a.cache.k8, a.cache.v8
     d_in_halves, v_pieces = k8.size(3) > MAX_PIECE, v_parts * (1 + in_halves)
     q = strided_rows(a.q, unit)
-    is_split_kv = splits > 1
     D_v = out.size(3)
     # Splits are always BHSD.
     split_out, split_lse = out.view(-1, D_v), lse.view(-1)
@@ -550,13 +555,11 @@ def launch_paged(
             "lse": split_lse,
             "lse_shift": split_lse if shift is None else shift,
             "channel_factors": split_lse if factors is None else factors.view(-1),
-            "splits": splits,
             "m_tiles": grid.m_tiles,
             "max_pages": max_pages,
             "group": H // H_kv,
             "m_len": M,
-            "most_queries": 0 if batch is None else batch.most_queries,
-            "split_rows": grid.split_rows,
+            "most_queries": M if batch is None else batch.most_queries,
             "q_b_step": q.b_step if batch is None else 0,
             "q_h_step": q.h_step,
             "q_s_step": q.s_step,
@@ -568,9 +571,11 @@ def launch_paged(
             "right": min(a.scores.right, M),
             "scales": scales,
             "spec": spec,
+            **own,
         }
     )
     if is_split_kv:
         # Splits lack it, so that their weights do not depend on whether the lse is returned.
         in_lse = shift if spec.scores.lse_shift_in_lse else None
-        merge_splits(split_out, split_lse.view(splits, -1), out, lse, a.bshd, None, in_lse, batch, a.cache_seqlens)
+        partial_lse = split_lse.view(splits, -1)
+        merge_splits(split_out, partial_lse, out, lse, a.bshd, None, in_lse, batch, a.cache_seqlens, grid.lists)

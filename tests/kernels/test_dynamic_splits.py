@@ -1,0 +1,150 @@
+"""How many splits each sequence of a paged cache has, chosen on the device from lengths."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import helion_attn as ha
+from helion_attn import plans
+from helion_attn.configs.scheduling import BATCH_ROUNDS, MIN_PAGES, SplitLimits, split_limits
+from helion_attn.kernels import dynamic_splits
+from helion_attn.problem import PackedBatch
+
+#: Of an H200, with two programs an SM.
+SMS, CTAS_PER_SM = 132, 2
+
+PAGE = 128
+
+
+def arguments(lengths: list[int], max_pages: int, device: str, left: int = -1) -> Any:
+    """What `dynamic_splits.launch` reads of an operation's arguments: queries of one token each."""
+    B = len(lengths)
+    return SimpleNamespace(
+        q=torch.empty(B, 8, 1, 64, device=device),
+        cache=SimpleNamespace(page_size=PAGE),
+        block_table=torch.empty(B, max_pages, dtype=torch.int32, device=device),
+        cache_seqlens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        scores=SimpleNamespace(left=left),
+    )
+
+
+def splits_of(
+    lengths: list[int],
+    device: str,
+    heads: int = 8,
+    max_pages: int = 1024,
+    splits: int | None = None,
+    left: int = -1,
+    queries: list[int] | None = None,
+    most_queries: int = 1,
+) -> tuple[list[int], SplitLimits]:
+    """Each sequence's splits. `queries`: of a packed batch."""
+    a, batch = arguments(lengths, max_pages, device, left), None
+    if queries is not None:
+        cu_seqlens = torch.nn.functional.pad(torch.tensor(queries, device=device).cumsum(0), (1, 0)).to(torch.int32)
+        batch = PackedBatch(cu_seqlens, max(queries), most_queries, few=True)
+    limits = split_limits(len(lengths), heads, max_pages, splits, SMS, CTAS_PER_SM)
+    with plans.plain_kernels(a.cache_seqlens):
+        lists = dynamic_splits.launch(a, limits, heads, batch)
+    found = lists.own_splits.tolist()
+    assert lists.first_split.tolist() == [0, *itertools.accumulate(found)][:-1]
+    assert sum(found) <= limits.all_splits
+    whose = [b for b, splits in enumerate(found) for _ in range(splits)]
+    assert lists.sequence_of_split.tolist() == whose + [-1] * (limits.all_splits - len(whose))
+    return found, limits
+
+
+def test_one_sequence_fills_the_gpu_once(device: str) -> None:
+    assert splits_of([131072], device)[0] == [SMS * CTAS_PER_SM // 8]
+    # Each split has a few pages, of the sequence as it is now.
+    assert splits_of([PAGE * MIN_PAGES * 3 + 5], device)[0] == [3]
+    assert splits_of([1], device)[0] == [1]
+
+
+def test_a_batch_that_fills_the_gpu_is_not_split(device: str) -> None:
+    """64 sequences of 8 KV heads fill 264 places 1.94 times; those of 16 do so in two splits each."""
+    assert splits_of([8192] * 64, device)[0] == [1] * 64
+    assert splits_of([32768] * 16, device)[0] == [2] * 16
+
+
+def test_a_long_sequence_is_split_and_short_ones_are_not(device: str) -> None:
+    found, _ = splits_of([1000] * 63 + [65536], device)
+    assert found[:-1] == [1] * 63
+    # No program has many more pages than the mean of those that fill the GPU once.
+    assert 512 / found[-1] <= 1.2 * (63 * 8 + 512) * 8 / (SMS * CTAS_PER_SM)
+
+
+def test_a_window_leaves_few_pages(device: str) -> None:
+    """A long sequence has no more pages that a query sees than a short one."""
+    assert splits_of([65536, 2000], device, left=1023)[0] == [2, 2]
+
+
+def test_sequences_of_the_other_kernel_have_none(device: str) -> None:
+    found, _ = splits_of([3000, 3000, 0, 3000], device, queries=[1, 40, 0, 4], most_queries=4)
+    assert found[1] == found[2] == 0
+    assert found[0] == found[3] >= 1
+
+
+def test_given_splits_are_each_sequences(device: str) -> None:
+    assert splits_of([1, 5000, 131072], device, splits=7)[0] == [7, 7, 7]
+
+
+def test_a_length_that_the_table_cannot_have_counts_as_a_page_or_as_all(device: str) -> None:
+    """Its rows are NaN, which a program has to write."""
+    found, _ = splits_of([-5, 2**31 - 1, 5000], device, max_pages=64)
+    assert min(found) >= 1
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    lengths=st.lists(st.integers(0, 200_000), min_size=1, max_size=130),
+    heads=st.integers(1, 300),
+    max_pages=st.integers(1, 2000),
+)
+def test_all_splits_have_a_program(lengths: list[int], heads: int, max_pages: int) -> None:
+    """No more than the launch has room for, and none of fewer than `MIN_PAGES` pages, but for one of all."""
+    found, limits = splits_of(lengths, "cpu", heads=heads, max_pages=max_pages)
+    for length, splits in zip(lengths, found, strict=True):
+        pages = min(length // PAGE + 1, max_pages)
+        assert 1 <= splits <= max(1, min(pages // MIN_PAGES, limits.most_splits))
+
+
+def test_limits() -> None:
+    """A sequence's splits in one round that is full; a batch's in several; never so many that one is a few pages."""
+    for programs in (1, 8, 64, 512, 4096):
+        for max_pages in (1, 7, 64, 512):
+            alone, batched = (split_limits(n, programs, max_pages, None, SMS, CTAS_PER_SM) for n in (1, 4))
+            assert 1 <= alone.most_splits <= batched.most_splits <= max(1, max_pages // MIN_PAGES)
+            assert alone.all_splits == alone.most_splits
+            assert alone.most_splits == 1 or programs * alone.most_splits <= SMS * CTAS_PER_SM
+            assert batched.most_splits == 1 or programs * batched.most_splits <= BATCH_ROUNDS * SMS * CTAS_PER_SM
+    given = split_limits(4, 8, 100, 3, SMS, CTAS_PER_SM)
+    assert (given.most_splits, given.all_splits, given.is_fixed) == (3, 12, True)
+
+
+@pytest.mark.parametrize("splits", [None, 3])
+def test_a_query_is_the_same_whatever_lengths_others_have(splits: int | None, device: str) -> None:
+    """Of fixed splits in bits, otherwise but for the order of sums."""
+    torch.manual_seed(0)
+    cache = ha.paged_kv_cache(40, 2, 64, device=device)
+    table = torch.arange(40, dtype=torch.int32, device=device).view(2, 20)
+    k, v = torch.randn(2, 2, 2, 20 * PAGE, 64, dtype=torch.bfloat16, device=device).unbind(0)
+    ha.append_kvcache(cache, k, v, table, torch.zeros(2, dtype=torch.int32, device=device))
+    q = torch.randn(2, 4, 1, 64, dtype=torch.bfloat16, device=device)
+    outs = []
+    for other in (1, 5 * PAGE, 20 * PAGE):
+        lengths = torch.tensor([17 * PAGE + 3, other], dtype=torch.int32, device=device)
+        out = ha.attention_kvcache(q, cache, table, lengths, out_dtype=torch.float32, num_splits=splits)
+        outs.append(out[0])
+    for out in outs[1:]:
+        if splits is None:
+            torch.testing.assert_close(out, outs[0], rtol=1e-2, atol=2e-3)
+        else:
+            assert torch.equal(out, outs[0])
