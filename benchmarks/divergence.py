@@ -5,7 +5,10 @@ matching, latents in fp32. Nothing is said of quality: such a model draws noise.
 step.
 
 Layers as they are initialised would hide attention. So weights are N(0, 1 / inputs), which keeps the size of what goes
-through, and RMSNorm of Q and K multiplies by 2: scores spread by 4, and a row attends to few keys.
+through, and RMSNorm of Q and K multiplies by 2: scores spread by 4, and a row attends to few keys. MiniMax-H3's K is
+large in few channels, as trained ones' is, and its Q as much smaller there, so that scores stay.
+
+SGLang's diffusion takes an attention kernel whose largest difference is at most .05 of the largest value.
 """
 
 from __future__ import annotations
@@ -33,6 +36,9 @@ STEPS, COMPARED, SHOWN = 30, (1, 2, 3, 5, 10, 20, 30), (1, 10, 30)
 #: What RMSNorm of Q and K multiplies by.
 SHARPNESS = 2.0
 
+#: MiniMax-H3's channels of K that are larger, both of pairs that RoPE rotates, and how much.
+LARGE_CHANNELS, LARGER = (0, 1, 48, 49), 8.0
+
 #: The modules of RMSNorm of Q and K: of a block, and of Flux' text.
 NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 
@@ -49,6 +55,15 @@ MODELS = (
         (64, 64),
         512,
     ),
+    steps.Model(
+        "MiniMax-H3, 4 of 50 blocks, K large in 4 channels, 16,528 tokens",
+        steps.minimax_h3,
+        {"num_layers": 4},
+        (16, 24, 42),
+        400,
+        (56, 56),
+        sound=200,
+    ),
 )
 
 
@@ -63,8 +78,18 @@ def sharpen(module: torch.nn.Module) -> None:
             torch.nn.init.constant_(part.weight, SHARPNESS)
 
 
-def sampled(module: Any, inputs: dict[str, Any], is_flux: bool) -> dict[int, Tensor]:
-    """fp32 latents after the steps that are compared, from noise of `inputs`."""
+@torch.no_grad()
+def enlarge_channels(module: torch.nn.Module) -> None:
+    """Make some channels of K larger and of Q smaller, in place."""
+    for name, part in module.named_modules():
+        last = name.rpartition(".")[2]
+        if last in ("norm_q", "norm_k"):
+            channels = [x for x in LARGE_CHANNELS if x < part.weight.numel()]
+            part.weight[channels] *= LARGER if last == "norm_k" else 1 / LARGER
+
+
+def sampled(module: Any, inputs: dict[str, Any], in_units: bool) -> dict[int, Tensor]:
+    """fp32 latents after the steps that are compared, from noise of `inputs`; times go from 0 to 1 with `in_units`."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     scheduler = FlowMatchEulerDiscreteScheduler()
@@ -72,7 +97,7 @@ def sampled(module: Any, inputs: dict[str, Any], is_flux: bool) -> dict[int, Ten
     scheduler.set_timesteps(STEPS, device=given.device)
     found = {}
     for i, t in enumerate(scheduler.timesteps, 1):
-        timestep = (t / scheduler.config.num_train_timesteps if is_flux else t).expand(given.size(0))
+        timestep = (t / scheduler.config.num_train_timesteps if in_units else t).expand(given.size(0))
         now = {"hidden_states": latents.to(given.dtype), "timestep": timestep.to(inputs["timestep"].dtype)}
         velocity = steps.forward(module, inputs | now)
         latents = scheduler.step(velocity.float(), t, latents, return_dict=False)[0]
@@ -93,18 +118,23 @@ def function_of(attend: Attend) -> steps.Attention:
     return function
 
 
-def sampled_with(module: Any, inputs: dict[str, Any], is_flux: bool, attend: Attend) -> dict[int, Tensor]:
+def sampled_with(module: Any, inputs: dict[str, Any], in_units: bool, attend: Attend) -> dict[int, Tensor]:
     """`sampled`, with an attention."""
     steps.register_other(NAME, function_of(attend))
     module.set_attention_backend(NAME)
-    return sampled(module, inputs, is_flux)
+    return sampled(module, inputs, in_units)
 
 
 def errors(model: steps.Model, found: dict[int, Tensor], base: dict[int, Tensor]) -> list[Row]:
     """A row for each step that is compared."""
     shape = {"model": model.name, "heads": model.heads[0], "tokens": model.workload.N, "D": model.D}
     return [
-        shape | {"step": step, "error_total": relative_error(latents, base[step].double())}
+        shape
+        | {
+            "step": step,
+            "error_total": relative_error(latents, base[step].double()),
+            "largest": ((latents - base[step]).abs().amax() / base[step].abs().amax()).item(),
+        }
         for step, latents in found.items()
     ]
 
@@ -115,7 +145,9 @@ def measure_model(model: steps.Model, options: Options, results: Results, attend
     with steps.bf16_on(options.device):
         module, inputs = model.build(model)
     sharpen(module.eval())
-    run = functools.partial(sampled_with, module, inputs, model.build is steps.flux)
+    if model.build is steps.minimax_h3:
+        enlarge_channels(module)
+    run = functools.partial(sampled_with, module, inputs, model.build in (steps.flux, steps.minimax_h3))
     compare(STAGE, attends, results, run, functools.partial(errors, model))
     module.set_attention_backend("native")  # type: ignore[operator]  # what was set last is that of new models
 
@@ -136,26 +168,33 @@ def measure(options: Options, results: Results, attends: dict[str, Attend]) -> N
             torch.cuda.empty_cache()
 
 
-def by_model(loaded: Loaded) -> dict[str, dict[str, dict[int, float]]]:
-    """Errors by model, attention and step, without the base's."""
+def by_model(loaded: Loaded, figure: str = "error_total") -> dict[str, dict[str, dict[int, float]]]:
+    """A figure by model, attention and step, without the base's."""
     found: dict[str, dict[str, dict[int, float]]] = {}
-    rows = [row for row in measured(loaded, STAGE) if row["impl"] != BASE]
+    rows = [row for row in measured(loaded, STAGE) if row["impl"] != BASE and figure in row]
     for name in series_in(rows):
         for row in rows:
             if series(row) == name:
-                found.setdefault(row["model"], {}).setdefault(name, {})[row["step"]] = row["error_total"]
+                found.setdefault(row["model"], {}).setdefault(name, {})[row["step"]] = row[figure]
     return found
 
 
 def tables(loaded: Loaded) -> list[Table]:
     """By model and attention."""
+    largest = by_model(loaded, "largest")
     body = [
-        [model, LABELS[name], *(error_text(by_step.get(step)) for step in SHOWN)]
+        [
+            model,
+            LABELS[name],
+            *(error_text(by_step.get(step)) for step in SHOWN),
+            *([error_text(largest.get(model, {}).get(name, {}).get(1))] if largest else []),
+        ]
         for model, of_model in by_model(loaded).items()
         for name, by_step in of_model.items()
     ]
     title = f"Latents beside those of {BASE_LABEL}, relative L2: divergence, not quality; random weights"
     headers = ["model", "attention", *(f"after {step} step{'s' * (step > 1)}" for step in SHOWN)]
+    headers += ["largest, 1 step"] if largest else []
     return [Table(title, headers, body)] if body else []
 
 

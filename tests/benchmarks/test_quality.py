@@ -108,7 +108,10 @@ def test_suite(tmp_path: Path) -> None:
     (near,) = embeddings.tables(loaded)
     assert [line[0] for line in near.body] == ["sentences"] * (len(names) - 1) + ["passages"] * (len(names) - 1)
     (latents,) = divergence.tables(loaded)
-    assert [line[0] for line in latents.body] == ["Wan"] * (len(names) - 1) + ["Flux"] * (len(names) - 1)
+    assert [line[0] for line in latents.body] == [x for x in ("Wan", "Flux", "MiniMax-H3") for _ in names[1:]]
+    # An attention whose latents are like the base's in the mean may differ in one value.
+    others = [row for row in attends.measured(loaded, divergence.STAGE) if row["impl"] != attends.BASE]
+    assert all(0 < row["largest"] < 1 for row in others)
     assert needles.tables(loaded)
     assert divergence.plot(loaded) is not None
     pyplot.close("all")
