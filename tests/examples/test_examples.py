@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,6 +62,59 @@ def test_fp8_attention(fp8_attention: ModuleType, capsys: pytest.CaptureFixture[
 def test_fp8_attention_fails_on_zeros(fp8_attention: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ha, "attention", zeros)
     assert fp8_attention.main(["--device", "cpu", "--shape", "1,2,64,32"]) == 1
+
+
+def test_video(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("diffusers")
+    video = import_example("video", monkeypatch)
+    assert video.main(["--device", "cpu"]) == 0
+    assert "latents differ by 0.0" not in capsys.readouterr().out, "no attention ran in 8 bits"
+
+
+def test_video_fails_on_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("diffusers")
+    from helion_attn.integrations.fused.diffusers_processors import Processor
+
+    video = import_example("video", monkeypatch)
+    own = Processor.attend
+    monkeypatch.setattr(Processor, "attend", lambda *args, **options: torch.zeros_like(own(*args, **options)))
+    assert video.main(["--device", "cpu"]) == 1
+
+
+def test_serve_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    serve = import_example("serve", monkeypatch)
+    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda _: None)
+    assert serve.main(["model"]) == 0
+    assert "pip install vllm" in capsys.readouterr().out
+    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setattr(serve.importlib.metadata, "version", lambda _: "0.99.1")
+    assert serve.main(["model"]) == 0
+    assert "vLLM is 0.99.1; helion_attn knows 0.25" in capsys.readouterr().out
+
+
+def test_serve_asks_for_the_backend(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    serve = import_example("serve", monkeypatch)
+    asked: list[dict[str, Any]] = []
+    cache = SimpleNamespace(num_gpu_blocks=100, block_size=128)
+    answer = SimpleNamespace(outputs=[SimpleNamespace(text=" Subject 3.", token_ids=[1, 2, 3])])
+
+    class Server:
+        def __init__(self, model: str, **options: Any) -> None:
+            asked.append({"model": model, **options})
+            self.llm_engine = SimpleNamespace(vllm_config=SimpleNamespace(cache_config=cache))
+
+        def generate(self, prompts: list[str], sampling: object) -> list[Any]:
+            return [answer] * len(prompts)
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=Server, SamplingParams=dict))
+    monkeypatch.setattr(serve, "why_not", lambda: None)
+    for version in ("0.26.0", "0.33.1"):
+        monkeypatch.setattr(serve.importlib.metadata, "version", lambda _, version=version: version)
+        assert serve.main(["model"]) == 0
+    assert [x["attention_backend"] for x in asked] == ["CUSTOM", "HELION"]
+    out = capsys.readouterr().out
+    assert "12,800 tokens fit the cache" in out
+    assert out.count("Answer: Subject 3.") == 2 * len(serve.QUESTIONS)
 
 
 @pytest.fixture
