@@ -17,6 +17,10 @@ PIP = $(BIN)/python -m pip install --quiet
 # constraints file can name both.
 COMPILER := $(if $(filter no_gpu.txt,$(notdir $(CONSTRAINTS))),triton==3.6.0)
 
+# The site's theme, of which 9.8 wants Python 3.11; and what checks the pages that PyPI will show.
+SITE := mkdocs-material==9.7.7
+RELEASE := twine==7.0.0
+
 comma := ,
 
 # One stamp per set of extras, so that `make test` does not install what only `make bench` needs; and per constraints.
@@ -29,7 +33,7 @@ define install
 	touch $@
 endef
 
-.PHONY: demo docs language-model site wheel test test-all test-newest test-vllm lint bench clean
+.PHONY: demo docs language-model site wheel release test test-all test-newest test-vllm lint bench clean
 
 demo: $(STAMP).examples
 	$(BIN)/python examples/fp8_attention.py
@@ -43,10 +47,10 @@ language-model: $(STAMP).language-model
 	$(BIN)/python examples/language_model.py
 
 # Of tests that take long, as many parameters as their marks keep (`thorough` in pyproject.toml).
-test: lint
+test: lint $(STAMP).site
 	$(BIN)/python -m pytest -n auto --quick
 
-test-all: lint
+test-all: lint $(STAMP).site
 	$(BIN)/python -m pytest -n auto
 
 # Before a release, and when versions move: the newest torch and Triton that pip takes, several GB.
@@ -76,12 +80,20 @@ docs: $(STAMP).test
 	$(BIN)/python scripts/integrations.py
 
 # build/site, the documents as a website, with a page of the public docstrings.
-site: $(STAMP).test
+site: $(STAMP).site
 	$(BIN)/python scripts/website.py
 
-# dist/, what would be published.
+# dist/, what PyPI gets, of the files as they are.
 wheel: $(STAMP).test
 	$(BIN)/python -m hatchling build
+
+# dist/, all that a release publishes, of the last commit, and checked. What changed since is named, and left out.
+release: $(STAMP).release
+	git status --short
+	rm -rf build/release dist
+	mkdir -p build/release
+	git archive HEAD | tar -x -C build/release
+	cd build/release && PYTHONPATH=. $(abspath $(BIN))/python scripts/release.py $(CURDIR)/dist
 
 bench: $(STAMP).bench
 	$(BIN)/python benchmarks/attention.py
@@ -94,6 +106,14 @@ $(STAMP).language-model: pyproject.toml $(CONSTRAINTS)
 
 $(STAMP).test: pyproject.toml $(CONSTRAINTS)
 	$(call install,test$(comma)bench$(comma)examples)
+
+$(STAMP).site: $(STAMP).test Makefile
+	$(PIP) $(SITE)
+	touch $@
+
+$(STAMP).release: $(STAMP).site
+	$(PIP) $(RELEASE)
+	touch $@
 
 $(STAMP).bench: pyproject.toml $(CONSTRAINTS)
 	$(call install,bench$(comma)bench-peers)
