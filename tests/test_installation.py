@@ -17,7 +17,8 @@ from hatchling.builders.wheel import WheelBuilder
 from helion_attn.compiler import versions
 
 ROOT = Path(__file__).parent.parent
-CONSTRAINTS = sorted((ROOT / "constraints").glob("*.txt"))
+#: Of environments with the package's dependencies; vllm.txt lists packages that are installed without theirs.
+CONSTRAINTS = sorted(path for path in (ROOT / "constraints").glob("*.txt") if path.stem != "vllm")
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 
 
