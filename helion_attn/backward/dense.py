@@ -109,6 +109,7 @@ class DequantizeRowsArgs(NamedTuple):
         recipe: of the packed tensors.
         dtype: of the rows.
         bshd: whether the rows lie as [B, S, heads, head dim].
+        lists: of packed sequences.
     """
 
     packed: PackedTensors
@@ -119,10 +120,11 @@ class DequantizeRowsArgs(NamedTuple):
     recipe: Recipe
     dtype: torch.dtype
     bshd: bool
+    lists: unpack.TokenLists = unpack.NO_LISTS
 
 
 def _dequantize_rows(a: DequantizeRowsArgs) -> tuple[torch.Tensor, ...]:
-    return unpack.launch(a.packed, a.m_len, a.n_len, a.d, a.d_v, a.recipe, a.dtype, a.bshd)
+    return unpack.launch(a.packed, a.m_len, a.n_len, a.d, a.d_v, a.recipe, a.dtype, a.bshd, a.lists)
 
 
 def _fake_dequantize_rows(a: DequantizeRowsArgs) -> tuple[torch.Tensor, ...]:

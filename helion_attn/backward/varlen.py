@@ -9,6 +9,7 @@ import torch
 
 from helion_attn.backward import chunked, kernels
 from helion_attn.backward.autograd import check_out_dtype, differentiate
+from helion_attn.backward.dense import DequantizeRowsArgs, dequantize_rows
 from helion_attn.backward.terms import row_dots, row_sums, sink_probability, sinks_gradient, without_keys
 from helion_attn.compiler.slower import warn_slower
 from helion_attn.configs import Q_FIELDS, blocks_for
@@ -18,6 +19,7 @@ from helion_attn.ops.declare import Operation
 from helion_attn.ops.quantize import empty_descales, empty_packed
 from helion_attn.ops.varlen import PackedVarlen, attend, empty_outputs, quantize
 from helion_attn.options import ScoreOptions
+from helion_attn.preprocess import unpack
 from helion_attn.preprocess.dequantize import unmix, unpack_v
 from helion_attn.problem import VarlenArgs
 from helion_attn.types import Recipe, packed_fields
@@ -147,12 +149,45 @@ def dequantised(
     return q, k, v
 
 
+def lists_of(a: VarlenBackwardArgs, queries: Tokens, keys: Tokens) -> unpack.TokenLists:
+    """Return where tokens lie, as the kernels take it."""
+    blocks, bn = a.packed.k8.shape[1:3]
+    token = torch.arange(a.n_tokens, device=keys.row.device)
+    # One more for tokens of no sequence. [N_blocks * bn]
+    token_of = token.new_full((blocks * bn + 1,), -1)
+    token_of = token_of.scatter_(0, keys.row.where(keys.inside, blocks * bn), token)[:-1]
+    of_block = keys.sequence[token_of[::bn].clamp_min(0)] if a.n_tokens else token.new_zeros(blocks)
+    found = (queries.row, queries.sequence, keys.row, keys.sequence, token_of, of_block)
+    return unpack.TokenLists(*(x.to(torch.int32) for x in found))
+
+
+def dequantised_16(
+    a: VarlenBackwardArgs, queries: Tokens, keys: Tokens, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return `dequantised` in 16 bits: on a GPU in one pass, where kernels take it."""
+    if not (a.out.is_cuda and unpack.takes(a.packed, a.recipe)):
+        q, k, v = dequantised(a, queries, keys)
+        return q.to(dtype).contiguous(), k.to(dtype).contiguous(), v.to(dtype).contiguous()
+    asked = DequantizeRowsArgs(
+        packed=a.packed,
+        m_len=a.out.size(0),
+        n_len=a.n_tokens,
+        d=a.d,
+        d_v=a.out.size(2),
+        recipe=a.recipe,
+        dtype=dtype,
+        bshd=True,
+        lists=lists_of(a, queries, keys),
+    )
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in dequantize_rows(asked))
+    return q, k, v
+
+
 def _backward(a: VarlenBackwardArgs) -> tuple[torch.Tensor, ...]:
     scores, packed = a.scores, a.packed
     H = a.out.size(1)
     kernel = kernels.choose(case_of(a))
     queries, keys = query_tokens(a), key_tokens(a)
-    q, k, v = dequantised(a, queries, keys)
     # Outputs of no sequence are NaN. [H, M]
     outside = ~queries.inside
     lse = a.lse.masked_fill(outside, 0.0)
@@ -167,10 +202,12 @@ def _backward(a: VarlenBackwardArgs) -> tuple[torch.Tensor, ...]:
         if kernel.is_slow:
             warn_slower(f"a backward pass of helion_attn takes {kernel}")
         less = row_dots(d_out, out).T if d_lse is None else row_dots(d_out, out).T - d_lse
+        q, k, v = dequantised(a, queries, keys)
         dq, dk, dv, capped = _of_each(a, q, k, v, d_out.float(), less, scores_lse, lse_shift)
     else:
         dtype = a.dtype if a.dtype.itemsize == 2 else torch.bfloat16
-        d_out_16, q, k, v, out_16 = (x.to(dtype).contiguous() for x in (d_out, q, k, v, out))
+        q, k, v = dequantised_16(a, queries, keys, dtype)
+        d_out_16, out_16 = (x.to(dtype).contiguous() for x in (d_out, out))
         ends = a.cu_seqlens_q, a.cu_seqlens_k
         dq, dk, dv = kernels.flash_varlen(d_out_16, q, k, v, out_16, scores_lse, scores, *ends)
         dq = dq.masked_fill(outside[:, None, None], 0.0)
@@ -179,7 +216,7 @@ def _backward(a: VarlenBackwardArgs) -> tuple[torch.Tensor, ...]:
     if scores.sinks is not None or d_lse is not None or capped is not None:
         delta, p = row_dots(d_out, out).T, sink_probability(scores.sinks, lse).masked_fill(outside, 0.0)
         if packed.k_mean is not None:
-            mean = packed.k_mean[:, :, : a.d].repeat_interleave(H // k.size(1), 1)[queries.sequence]
+            mean = packed.k_mean[:, :, : a.d].repeat_interleave(H // packed.k8.size(0), 1)[queries.sequence]
             dq = dq.float() + scores.scale * row_sums(delta, p, d_lse, capped).T.unsqueeze(2) * mean
         if scores.sinks is not None:
             d_sinks = sinks_gradient(delta, p, d_lse)

@@ -1,7 +1,7 @@
-"""The packed format of dense tensors to 16-bit rows, for a backward pass: rows of Q and K, and V in the order of keys.
+"""The packed format to 16-bit rows, for a backward pass: rows of Q and K, and V in the order of keys.
 
 Descales, channel factors and the reflection are undone in fp32, and rounded once; means of K stay away, V's is added.
-What is rotated goes through `dequantize.unpack`.
+What is rotated goes through `dequantize.unpack`. Of packed sequences lists say where each token lies.
 """
 
 from __future__ import annotations
@@ -20,6 +20,29 @@ from helion_attn.types import PackedTensors, Recipe
 TILE = 8192
 
 
+class TokenLists(NamedTuple):
+    """Where tokens of packed sequences lie in the packed format, int32; None of dense tensors.
+
+    Attributes:
+        q_row: [M], of a token of Q its row among those of all blocks.
+        q_sequence: [M], and its sequence.
+        k_row: [N], of K.
+        k_sequence: [N], of K.
+        k_token: [N_blocks * bn], of a row of K and V its token; -1 of none.
+        k_block_sequence: [N_blocks], of a block of K and V its sequence.
+    """
+
+    q_row: torch.Tensor | None
+    q_sequence: torch.Tensor | None
+    k_row: torch.Tensor | None
+    k_sequence: torch.Tensor | None
+    k_token: torch.Tensor | None
+    k_block_sequence: torch.Tensor | None
+
+
+NO_LISTS = TokenLists(None, None, None, None, None, None)
+
+
 class UnpackSpec(NamedTuple):
     """Constants that the kernel of rows is compiled for.
 
@@ -28,18 +51,22 @@ class UnpackSpec(NamedTuple):
         shared: rows of a descale.
         reflected: channels whose reflection is undone.
         factors: 1 to multiply by channel factors, as of K, -1 to divide by them, as of Q; 0 for none.
+        listed: tokens are of packed sequences.
     """
 
     n: int
     shared: int
     reflected: int
     factors: int
+    listed: bool
 
 
 def unpack_rows(
     x8: torch.Tensor,  # [heads * padded, D_pad]
     descale: torch.Tensor,  # [heads * padded / shared]
     channel_factors: torch.Tensor,  # [kv_heads * D_row]
+    row_of: torch.Tensor,  # [S] if listed
+    sequence_of: torch.Tensor,  # [S] if listed
     out: torch.Tensor,  # [B * H * S, D], written
     heads: int,
     tiles: int,
@@ -56,19 +83,29 @@ def unpack_rows(
     """Write rows of Q or K, of 16 bits."""
     d = hl.specialize(out.size(1))
     d_pad = hl.specialize(x8.size(1))
-    hl.specialize((descale.stride(0), channel_factors.stride(0)))
+    hl.specialize((descale.stride(0), channel_factors.stride(0), row_of.stride(0), sequence_of.stride(0)))
     hl.specialize((x8.stride(0), x8.stride(1), out.stride(0), out.stride(1)))
     for bh, tile in hl.grid([heads, tiles]):
         rows = tile * spec.n + hl.arange(spec.n)
         cols = hl.arange(d_pad)
+        if spec.listed:
+            source = hl.load(row_of, [rows], extra_mask=rows < S)
+        else:
+            source = rows + 0
         # [n, D_pad]
-        x = hl.load(x8, [bh * padded + rows, cols]).to(torch.float32)
-        scale = hl.load(descale, [(bh * padded + rows) // spec.shared])
+        x = hl.load(x8, [bh * padded + source, cols]).to(torch.float32)
+        scale = hl.load(descale, [(bh * padded + source) // spec.shared])
         x = x * scale.unsqueeze(1)
         if spec.reflected > 0:
             x = reflect_rows(x, spec.n, d_pad, spec.reflected)
         if spec.factors != 0:
-            factor = hl.load(channel_factors, [(bh // group) * factor_step + cols]).unsqueeze(0)
+            if spec.listed:
+                # [n, D_pad]
+                sequence = hl.load(sequence_of, [rows], extra_mask=rows < S)
+                head = sequence * (heads // group) + bh // group
+                factor = hl.load(channel_factors, [(head * factor_step).unsqueeze(1) + cols.unsqueeze(0)])
+            else:
+                factor = hl.load(channel_factors, [(bh // group) * factor_step + cols]).unsqueeze(0)
             if spec.factors > 0:
                 x = x * factor
             else:
@@ -83,15 +120,19 @@ class ValuesSpec(NamedTuple):
 
     Attributes:
         d_pad: channels of a block.
+        listed: tokens are of packed sequences, whose blocks have descales each.
     """
 
     d_pad: int
+    listed: bool
 
 
 def unpack_values(
     v8: torch.Tensor,  # [heads * blocks * D_v_pad, bn]
     descale: torch.Tensor,  # [heads * D_v_pad]
-    mean: torch.Tensor,  # [heads * D_v_pad]
+    mean: torch.Tensor,  # [heads * D_v_pad], if listed of all sequences
+    token_of: torch.Tensor,  # [blocks * bn] if listed
+    sequence_of_block: torch.Tensor,  # [blocks] if listed
     out: torch.Tensor,  # [B * H_kv * N, D_v], written
     heads: int,
     blocks: int,
@@ -105,20 +146,28 @@ def unpack_values(
     """Write V in the order of its keys, of 16 bits."""
     d = hl.specialize(out.size(1))
     bn = hl.specialize(v8.size(1))
-    hl.specialize((descale.stride(0), mean.stride(0)))
+    hl.specialize((descale.stride(0), mean.stride(0), token_of.stride(0), sequence_of_block.stride(0)))
     hl.specialize((v8.stride(0), v8.stride(1), out.stride(0), out.stride(1)))
     for bh, block in hl.grid([heads, blocks]):
         cols = hl.arange(spec.d_pad)
         stored = hl.arange(bn)
         # [D_v_pad, bn]
         x = hl.load(v8, [(bh * blocks + block) * spec.d_pad + cols, stored]).to(torch.float32)
-        x = x * hl.load(descale, [bh * spec.d_pad + cols]).unsqueeze(1)
-        x = x + hl.load(mean, [bh * spec.d_pad + cols]).unsqueeze(1)
+        if spec.listed:
+            of_descales = bh * blocks + block
+            of_mean = hl.load(sequence_of_block, [block]) * heads + bh
+        else:
+            of_descales = bh + 0
+            of_mean = bh + 0
+        x = x * hl.load(descale, [of_descales * spec.d_pad + cols]).unsqueeze(1)
+        x = x + hl.load(mean, [of_mean * spec.d_pad + cols]).unsqueeze(1)
         # [bn]: at 4t + 2a + b lies key 8a + 2t + b of 16.
         in_16 = stored % 16
         keys = block * bn + stored - in_16 + in_16 // 2 % 2 * 8 + in_16 // 4 * 2 + in_16 % 2
+        if spec.listed:
+            keys = hl.load(token_of, [keys])
         first = (bh // H) * out_b_rows + (bh % H) * out_h_rows
-        inside = (keys < S).unsqueeze(1) & (cols < d).unsqueeze(0)
+        inside = ((keys >= 0) & (keys < S)).unsqueeze(1) & (cols < d).unsqueeze(0)
         hl.store(out, [first + keys * out_s_rows, cols], x.to(out.dtype).permute(1, 0), extra_mask=inside)
 
 
@@ -133,16 +182,24 @@ def takes(packed: PackedTensors, recipe: Recipe) -> bool:
 
 
 def launch(
-    packed: PackedTensors, M: int, N: int, D: int, D_v: int, recipe: Recipe, dtype: torch.dtype, bshd: bool
+    packed: PackedTensors,
+    M: int,
+    N: int,
+    D: int,
+    D_v: int,
+    recipe: Recipe,
+    dtype: torch.dtype,
+    bshd: bool,
+    lists: TokenLists = NO_LISTS,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return q, k and v as 16-bit rows, of tensors that the kernels take.
 
     Returns:
         q [B, H, M, D], k [B, H_kv, N, D] less its mean, and v [B, H_kv, N, D_v] with its own, of `dtype`; contiguous,
-        or as [B, S, heads, head dim] if `bshd`.
+        or as [B, S, heads, head dim] if `bshd`. Of packed sequences B is 1, and rows of tokens of none are any.
     """
     (B, H), H_kv = packed.q_descale.shape[:2], packed.k_descale.size(1)
-    is_cuda = packed.q8.is_cuda
+    is_cuda, listed = packed.q8.is_cuda, lists.q_row is not None
 
     def empty(heads: int, S: int, width: int) -> tuple[torch.Tensor, dict[str, int]]:
         shape = (B, S, heads, width) if bshd else (B, heads, S, width)
@@ -150,7 +207,15 @@ def launch(
         steps = {"out_b_rows": b_rows, "out_h_rows": h_rows, "out_s_rows": s_rows, "H": heads, "S": S}
         return packed.q8.new_empty(shape, dtype=dtype), steps
 
-    def rows(x8: torch.Tensor, descale: torch.Tensor, heads: int, S: int, factors: int) -> torch.Tensor:
+    def rows(
+        x8: torch.Tensor,
+        descale: torch.Tensor,
+        heads: int,
+        S: int,
+        factors: int,
+        row_of: torch.Tensor | None,
+        sequence_of: torch.Tensor | None,
+    ) -> torch.Tensor:
         out, steps = empty(heads, S, D)
         _, blocks, block, width = x8.shape
         padded, n = blocks * block, min(block, TILE // width)
@@ -160,6 +225,8 @@ def launch(
                 "x8": x8.view(-1, width),
                 "descale": descale.view(-1),
                 "channel_factors": unused.view(-1),
+                "row_of": unused.view(-1) if row_of is None else row_of,
+                "sequence_of": unused.view(-1) if sequence_of is None else sequence_of,
                 "out": out.view(-1, D),
                 "heads": B * heads,
                 "tiles": -(-S // n),
@@ -172,6 +239,7 @@ def launch(
                     shared=B * heads * padded // descale.numel(),
                     reflected=reflected_channels(D) if recipe.reflect else 0,
                     factors=0 if packed.channel_factors is None else factors,
+                    listed=listed,
                 ),
             }
         )
@@ -179,18 +247,21 @@ def launch(
 
     v, steps = empty(H_kv, N, D_v)
     _, blocks, d_pad, bn = packed.v8.shape
+    unused = packed.v_mean.view(-1)
     values_kernel(is_cuda).run(
         {
             "v8": packed.v8.view(-1, bn),
             "descale": packed.v_descale.view(-1),
             "mean": packed.v_mean.view(-1),
+            "token_of": unused if lists.k_token is None else lists.k_token,
+            "sequence_of_block": unused if lists.k_block_sequence is None else lists.k_block_sequence,
             "out": v.view(-1, D_v),
             "heads": B * H_kv,
             "blocks": blocks,
             **steps,
-            "spec": ValuesSpec(d_pad=d_pad),
+            "spec": ValuesSpec(d_pad=d_pad, listed=listed),
         }
     )
-    q = rows(packed.q8, packed.q_descale, H, M, -1)
-    k = rows(packed.k8, packed.k_descale, H_kv, N, 1)
+    q = rows(packed.q8, packed.q_descale, H, M, -1, lists.q_row, lists.q_sequence)
+    k = rows(packed.k8, packed.k_descale, H_kv, N, 1, lists.k_row, lists.k_sequence)
     return q, k, v.transpose(1, 2) if bshd else v

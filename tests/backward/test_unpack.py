@@ -10,11 +10,12 @@ import torch
 import helion_attn as ha
 from devtools.inputs import make_qkv
 from devtools.sm90 import compile_for_sm90, fake_cuda
-from helion_attn.backward import dense
+from helion_attn.backward import dense, varlen
 from helion_attn.configs import packing, row_width
 from helion_attn.preprocess import unpack
 from helion_attn.preprocess.dequantize import unpack as expected_of
 from helion_attn.types import PackedTensors
+from helion_attn.varlen import varlen_problem
 from helpers.offline import assert_sound, launching, widths
 
 #: Preset, head dim, layout.
@@ -38,19 +39,65 @@ def test_values(recipe: Any, D: int, bshd: bool, device: str) -> None:
     torch.library.opcheck(op, dense.dequantize_rows.values(halves), test_utils="test_faketensor")
 
 
+@pytest.mark.parametrize(("recipe", "D"), [("balanced", 64), ("fast", 50), ("balanced", 128)])
+def test_packed_sequences(recipe: Any, D: int, device: str) -> None:
+    """The same of tokens of sequences; an empty one of either, and tokens before the first and behind the last."""
+    q, k, v = (x[0].transpose(0, 1) for x in make_qkv("outlier_channel", 1, 2, 1, 340, 310, D, device=device))
+    cu_q, cu_k = (
+        torch.tensor(ends, dtype=torch.int32, device=device) for ends in ([3, 130, 130, 330], [0, 200, 230, 300])
+    )
+    a = varlen_problem(q, k, v, cu_q, cu_k, recipe=recipe)
+    kept = varlen._kept(a, varlen._launch(a))
+    assert kept.packed.channel_factors is not None
+    assert unpack.takes(kept.packed, kept.recipe)
+    queries, keys = varlen.query_tokens(kept), varlen.key_tokens(kept)
+    lists = varlen.lists_of(kept, queries, keys)
+    asked = dense.DequantizeRowsArgs(
+        kept.packed, q.size(0), k.size(0), D, D, kept.recipe, torch.float32, bshd=True, lists=lists
+    )
+    found = [x.squeeze(0).transpose(0, 1) for x in dense.dequantize_rows(asked)]
+    inside = queries.inside, keys.inside, keys.inside
+    for x, y, there in zip(found, varlen.dequantised(kept, queries, keys), inside, strict=True):
+        assert x.is_contiguous()
+        assert ((x - y)[there].norm() / y[there].norm()).item() < 2**-22
+    op = torch.ops.helion_attn.dequantize_rows
+    torch.library.opcheck(op, dense.dequantize_rows.values(asked), test_utils="test_faketensor")
+
+
 def test_what_kernels_do_not_take() -> None:
     q, k, v = make_qkv("randn", 1, 1, 1, 20, 20, 64)
     for recipe in (ha.ACCURATE, ha.HYBRID, ha.BF16):
         assert not unpack.takes(ha.quantize(q, k, v, recipe=recipe), recipe.resolved)
 
 
+@pytest.mark.parametrize("listed", [False, True], ids=["dense", "packed_sequences"])
 @pytest.mark.parametrize("D", [64, 128, 256])
-def test_machine_code(D: int) -> None:
+def test_machine_code(D: int, listed: bool) -> None:
     """No spills, and rows are written 16 bytes at a time."""
     p, recipe = packing(D, D), ha.BALANCED.resolved
     m_blocks, n_blocks = -(-1000 // p.bm), -(-3000 // p.bn)
+    if listed:
+        m_blocks, n_blocks = 8 * m_blocks, 8 * n_blocks
 
     def launch() -> None:
+        sizes = 1000, 1000, 3000, 3000, n_blocks * p.bn, n_blocks
+        lists = unpack.TokenLists(*(fake_cuda(n, dtype=torch.int32) for n in sizes)) if listed else unpack.NO_LISTS
+        if listed:
+            packed = PackedTensors(
+                q8=fake_cuda(4, m_blocks, p.bm, D, dtype=torch.int8),
+                k8=fake_cuda(2, n_blocks, p.bn, D, dtype=torch.int8),
+                v8=fake_cuda(2, n_blocks, D, p.bn, dtype=torch.float8_e4m3fn),
+                q_descale=fake_cuda(1, 4, m_blocks, p.bm),
+                k_descale=fake_cuda(1, 2, n_blocks),
+                v_descale=fake_cuda(1, 2, n_blocks * D),
+                v_mean=fake_cuda(5, 2, D),
+                k_mean=fake_cuda(5, 2, row_width(D, D)),
+                channel_factors=fake_cuda(5, 2, row_width(D, D)),
+                lse_shift=None,
+            )
+            with launching():
+                unpack.launch(packed, 1000, 3000, D, D, recipe, torch.bfloat16, True, lists)
+            return
         with launching():
             packed = PackedTensors(
                 q8=fake_cuda(8, m_blocks, p.bm, D, dtype=torch.int8),
