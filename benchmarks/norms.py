@@ -24,24 +24,27 @@ from benchmarks.lib.tables import LABELS, Table, number, rows_of, values_of
 from benchmarks.preprocess import rope_tables
 from devtools.workloads import Workload
 
-#: A model's query heads, KV heads and tokens, whether its RoPE is interleaved, and the norm that it has.
+D = 128
+
+#: A model's query heads, KV heads and tokens, channels that are rotated and whether in interleaved pairs, and its norm.
 MODELS = {
-    "Wan 2.1 1.3B": (12, 12, 75600, True, "over heads"),
-    "Wan 2.1 14B": (40, 40, 32760, True, "over heads"),
-    "Flux.1": (24, 24, 4608, True, "by head"),
-    "Qwen3 8B": (32, 8, 32768, False, "by head"),
+    "Wan 2.1 1.3B": (12, 12, 75600, D, True, "over heads"),
+    "Wan 2.1 14B": (40, 40, 32760, D, True, "over heads"),
+    "Flux.1": (24, 24, 4608, D, True, "by head"),
+    "Qwen3 8B": (32, 8, 32768, D, False, "by head"),
+    "MiniMax-H3": (56, 56, 74240, 96, False, "by head"),
 }
 
 #: Time of both and quantising, over that of quantising, at most.
 BOUND = 1.25
 
-D = 128
 
-
-def calls(w: Workload, interleaved: bool, recipe: str, device: torch.device) -> dict[str, Callable[[], object]]:
+def calls(
+    w: Workload, rotary: int, interleaved: bool, recipe: str, device: torch.device
+) -> dict[str, Callable[[], object]]:
     """What is timed, by name."""
     q, k, v = (torch.randn(w.B, w.N, H, D, dtype=torch.bfloat16, device=device) for H in (w.H, w.H_kv, w.H_kv))
-    tables = rope_tables(w.N, D, device)
+    tables = rope_tables(w.N, rotary, device)
     rope = ha.Rope(tables.cos, tables.sin, interleaved)
     quantize = functools.partial(ha.quantize, q, k, v, layout="bshd", recipe=RECIPES[recipe])
 
@@ -59,10 +62,12 @@ def calls(w: Workload, interleaved: bool, recipe: str, device: torch.device) -> 
 def run(options: Options, results: Results) -> None:
     """Every model with BALANCED and FAST."""
     on_gpu = options.device.type == "cuda"
-    for model, (H, H_kv, S, interleaved, norm) in progress(MODELS.items(), "norms"):
+    for model, (H, H_kv, S, rotary, interleaved, norm) in progress(MODELS.items(), "norms"):
         w = replace(workload(1, H, S, S, D), H_kv=H_kv) if on_gpu else workload(1, 2, 256, 256, D)
         for recipe in (DEFAULT, "fast"):
-            ms = time_interleaved(calls(w, interleaved, recipe, options.device), options.device, options.repeats)
+            ms = time_interleaved(
+                calls(w, rotary, interleaved, recipe, options.device), options.device, options.repeats
+            )
             for name, taken in ms.items():
                 row = result_row("helion_attn", w, "preprocess", "randn", recipe=recipe, ms=taken)
                 results.add(
