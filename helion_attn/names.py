@@ -112,8 +112,9 @@ def options_of(other: Callable[..., object], but: Collection[str] = ()) -> Calla
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if any(name in kwargs for name in but):
-                raise TypeError  # `reject_unknown_kwargs` says which
+            for name in kwargs:
+                if name in but:
+                    raise TypeError(f"{function.__name__}() has no argument {name}")
             return function(*args, **kwargs)
 
         taken = call if but else function
@@ -127,8 +128,10 @@ def options_of(other: Callable[..., object], but: Collection[str] = ()) -> Calla
 def reject_unknown_kwargs(function: Callable[P, R]) -> Callable[P, R]:
     """The function; an argument that it does not have raises `TypeError`, saying what to pass."""
     known = dict.fromkeys(inspect.signature(function).parameters)
-    is_over_ranks = function.__module__.startswith("helion_attn.distributed.")
-    name = f"distributed.{function.__name__}" if is_over_ranks else function.__name__
+    _, *parts = function.__module__.split(".")
+    name = (
+        f"{parts[0]}.{function.__name__}" if parts and parts[0] in ("distributed", "reference") else function.__name__
+    )
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -51,7 +51,7 @@ NEEDED = {
 
 def presets_of(text: str) -> list[str]:
     """Return the names of presets in a list with commas, checked, each once."""
-    names = list(dict.fromkeys(name.strip().lower() for name in text.split(",")))
+    names = [name for name in dict.fromkeys(name.strip().lower() for name in text.split(",")) if name]
     for name in names:
         if name == "bf16":
             raise argparse.ArgumentTypeError("bf16 is what presets are compared with: leave it out")

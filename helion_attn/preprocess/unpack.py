@@ -21,7 +21,7 @@ TILE = 8192
 
 
 class TokenLists(NamedTuple):
-    """Where tokens of packed sequences lie in the packed format, int32; None of dense tensors.
+    """Where tokens of packed sequences lie in the packed format, int32; all None for dense tensors.
 
     Attributes:
         q_row: [M], of a token of Q its row among those of all blocks.
@@ -64,7 +64,7 @@ class UnpackSpec(NamedTuple):
 def unpack_rows(
     x8: torch.Tensor,  # [heads * padded, D_pad]
     descale: torch.Tensor,  # [heads * padded / shared]
-    channel_factors: torch.Tensor,  # [kv_heads * D_row]
+    channel_factors: torch.Tensor,  # [kv_heads * D_row], if listed of all sequences
     row_of: torch.Tensor,  # [S] if listed
     sequence_of: torch.Tensor,  # [S] if listed
     out: torch.Tensor,  # [B * H * S, D], written
@@ -129,7 +129,7 @@ class ValuesSpec(NamedTuple):
 
 def unpack_values(
     v8: torch.Tensor,  # [heads * blocks * D_v_pad, bn]
-    descale: torch.Tensor,  # [heads * D_v_pad]
+    descale: torch.Tensor,  # [heads * D_v_pad], if listed [heads * blocks * D_v_pad]
     mean: torch.Tensor,  # [heads * D_v_pad], if listed of all sequences
     token_of: torch.Tensor,  # [blocks * bn] if listed
     sequence_of_block: torch.Tensor,  # [blocks] if listed
@@ -196,7 +196,7 @@ def launch(
 
     Returns:
         q [B, H, M, D], k [B, H_kv, N, D] less its mean, and v [B, H_kv, N, D_v] with its own, of `dtype`; contiguous,
-        or as [B, S, heads, head dim] if `bshd`. Of packed sequences B is 1, and rows of tokens of none are any.
+        or as [B, S, heads, head dim] if `bshd`. Of packed sequences B is 1; of tokens of none V is 0, and Q and K are finite.
     """
     (B, H), H_kv = packed.q_descale.shape[:2], packed.k_descale.size(1)
     is_cuda, listed = packed.q8.is_cuda, lists.q_row is not None
@@ -246,6 +246,9 @@ def launch(
         return out.transpose(1, 2) if bshd else out
 
     v, steps = empty(H_kv, N, D_v)
+    if listed:
+        # A kernel may read those of tokens of no sequence, and multiply them by 0.
+        v = v.new_zeros(v.shape)
     _, blocks, d_pad, bn = packed.v8.shape
     unused = packed.v_mean.view(-1)
     values_kernel(is_cuda).run(
