@@ -128,10 +128,9 @@ def options_of(other: Callable[..., object], but: Collection[str] = ()) -> Calla
 def reject_unknown_kwargs(function: Callable[P, R]) -> Callable[P, R]:
     """The function; an argument that it does not have raises `TypeError`, saying what to pass."""
     known = dict.fromkeys(inspect.signature(function).parameters)
-    _, *parts = function.__module__.split(".")
-    name = (
-        f"{parts[0]}.{function.__name__}" if parts and parts[0] in ("distributed", "reference") else function.__name__
-    )
+    name, parts = function.__name__, function.__module__.split(".")
+    if len(parts) > 1 and parts[1] in ("distributed", "reference"):
+        name = f"{parts[1]}.{name}"
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

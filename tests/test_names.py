@@ -124,9 +124,8 @@ def test_check_has_not_all_arguments_of_attention() -> None:
 
 def test_references_know_near_misses() -> None:
     for function in (ha.reference.attention, ha.reference.attention_varlen):
-        assert_raises(
-            function, {"sofcap": 3.0}, TypeError, [f"reference.{function.__name__}()", "did you mean softcap"]
-        )
+        parts = [f"reference.{function.__name__}()", "did you mean softcap"]
+        assert_raises(function, {"sofcap": 3.0}, TypeError, parts)
 
 
 def test_the_first_unknown_argument_is_answered_alone() -> None:

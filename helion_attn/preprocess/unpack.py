@@ -196,7 +196,7 @@ def launch(
 
     Returns:
         q [B, H, M, D], k [B, H_kv, N, D] less its mean, and v [B, H_kv, N, D_v] with its own, of `dtype`; contiguous,
-        or as [B, S, heads, head dim] if `bshd`. Of packed sequences B is 1; of tokens of none V is 0, and Q and K are finite.
+        or as [B, S, heads, head dim] if `bshd`. Of packed sequences B is 1; of tokens of none V is 0, Q and K finite.
     """
     (B, H), H_kv = packed.q_descale.shape[:2], packed.k_descale.size(1)
     is_cuda, listed = packed.q8.is_cuda, lists.q_row is not None

@@ -450,7 +450,9 @@ def test_presets_are_read_in_any_case() -> None:
     assert compare_video.presets_of(" Fast,BALANCED , auto") == ["fast", "balanced", "auto"]
 
 
-@pytest.mark.parametrize(("given", "message"), [("balanced,best", "recipe is 'best'"), ("fast,bf16", "bf16 is what presets")])
+@pytest.mark.parametrize(
+    ("given", "message"), [("balanced,best", "recipe is 'best'"), ("fast,bf16", "bf16 is what presets")]
+)
 def test_presets_are_checked_first(given: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["compare-video", "--model", "nowhere", "--prompt", "a fox", "--preset", given])
