@@ -14,7 +14,7 @@ import torch
 from typing_extensions import Unpack
 
 from helion_attn.api import attention
-from helion_attn.integrations.graphs import graph_break
+from helion_attn.integrations.graphs import graph_break, is_captured
 from helion_attn.integrations.tensor_memo import TensorMemo
 from helion_attn.masks.blocks import BlockMask
 from helion_attn.options import ScoreKwargs
@@ -236,6 +236,21 @@ def _keep_mask(tensors: tuple[torch.Tensor, ...], M: int, N: int) -> KeptMask:
 
 
 _KEPT = TensorMemo(_keep_mask)
+
+
+def _with_heads(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    (mask,) = tensors
+    # Not a view of the mask itself, which would live as long as its view.
+    return mask.detach().unsqueeze(1)
+
+
+_WITH_HEADS = TensorMemo(_with_heads)
+
+
+def of_all_heads(mask: torch.Tensor) -> torch.Tensor:
+    """A mask [B, M, N] as [B, 1, M, N]: the same tensor in every layer, so that its `BlockMask` is found again."""
+    # One that requires grad is refused later, and must not lose it here.
+    return mask.unsqueeze(1) if is_captured(mask) or mask.requires_grad else _WITH_HEADS.get((mask,))
 
 
 def _sample(mask: torch.Tensor) -> torch.Tensor:

@@ -196,6 +196,15 @@ class BlockMask(types.BlockMask):
         kinds = self._kinds()[..., : -(-N // MASK_BLOCK)]
         return self._of_kinds(self.M, N, kinds.to(torch.int32), self.tiles)
 
+    def _of_sequence(self, b: int) -> BlockMask:
+        """The mask of one sequence of a batch."""
+        if self.B == 1:
+            return self
+        rows = slice(b, b + 1)
+        # Of one 0 for all sequences each has the same.
+        tile_of = self.tile_of if self.tile_of.size(0) == 1 else self.tile_of[rows]
+        return self._of_lists(self.M, self.N, self.lists[rows], self.entries[rows], tile_of, self.tiles)
+
     def to_dense(self) -> torch.Tensor:
         """The mask by scores: bool [B, H, M, N]."""
         bits = torch.arange(WORD, dtype=torch.int32, device=self.device)

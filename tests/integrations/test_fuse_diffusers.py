@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import io
+import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 import helion_attn as ha
+from helion_attn.backward import prologue
 from helion_attn.integrations import mask_tensors
 from helion_attn.integrations.fused import qk_prologue
 from helion_attn.reference.norm import rms_norm
@@ -127,7 +132,7 @@ def test_rope_of_each_head_counts(name: str, monkeypatch: pytest.MonkeyPatch) ->
     native = output(model, inputs)
     ha.fuse_diffusers(model)
     with_oracle(monkeypatch)
-    monkeypatch.setattr(diffusers_processors, "apply_rope", lambda x, rope: x)
+    monkeypatch.setattr(diffusers_processors, "rotate_heads", lambda x, rope: x)
     assert relative_error(output(model, inputs), native) > 1e-3
 
 
@@ -154,11 +159,8 @@ def test_what_is_padding_is_not_seen(name: str, monkeypatch: pytest.MonkeyPatch)
     assert relative_error(output(model, inputs), native) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["wan", "flux", "flux2", "z_image", "z_image_of_two", "minimax_h3"])
-def test_holes_in_a_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms come before, too."""
-    model, inputs = made(name)
-    attn = HAS_NORMS[name](model)
+def given_to(attn: Any, model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """What a model hands an attention."""
     given: dict[str, Any] = {}
 
     def keep(module: Any, args: Any, options: Any) -> None:
@@ -166,6 +168,15 @@ def test_holes_in_a_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     with attn.register_forward_pre_hook(keep, with_kwargs=True):
         output(model, inputs)
+    return given
+
+
+@pytest.mark.parametrize("name", ["wan", "flux", "flux2", "z_image", "z_image_of_two", "minimax_h3"])
+def test_holes_in_a_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms come before, too."""
+    model, inputs = made(name)
+    attn = HAS_NORMS[name](model)
+    given = given_to(attn, model, inputs)
     B, S, _ = given["hidden_states"].shape
     seen = torch.rand(B, S, generator=torch.Generator().manual_seed(4)) < 0.6
     with_oracle(monkeypatch)
@@ -215,6 +226,70 @@ def test_masks_of_self_attention_of_ltx2(name: str, monkeypatch: pytest.MonkeyPa
     assert relative_error(found, dense) > 1e-3
 
 
+def test_a_mask_of_ltx2_is_converted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all layers that are handed it, until it is written to."""
+    model, inputs = made("ltx2")
+    ha.fuse_diffusers(model)
+    with_oracle(monkeypatch)
+    seen = torch.rand(2, 40, 40, generator=torch.Generator().manual_seed(4)) < 0.6
+    with mock.patch.object(ha.BlockMask, "from_dense", wraps=ha.BlockMask.from_dense) as from_dense:
+        output(model, inputs | {"video_self_attention_mask": seen.float()})
+        assert from_dense.call_count == 1
+        attn = model.transformer_blocks[0].attn1
+        x, mask, outs = rand(2, 40, 64), seen.clone(), []
+        with torch.no_grad():
+            for _ in range(2):
+                outs += [attn(x, attention_mask=mask) for _ in range(2)]
+                mask[:] = torch.eye(40, dtype=torch.bool)
+        assert from_dense.call_count == 3
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[2], outs[3])
+    assert relative_error(outs[2], outs[0]) > 1e-2
+    kept, reference = len(mask_tensors._WITH_HEADS), weakref.ref(mask)
+    del mask
+    gc.collect()
+    assert reference() is None
+    assert len(mask_tensors._WITH_HEADS) == kept - 1
+
+
+def test_shapes_of_masks_of_ltx2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that broadcast, by sequence or for all; no mask of each head that has sequences and heads in one."""
+    model, _ = made("ltx2")
+    attn, x = model.transformer_blocks[0].attn1, rand(2, 40, 64)
+    by_head = torch.rand(2, 2, 40, 40, generator=torch.Generator().manual_seed(4)) < 0.6
+    keys = by_head[:, 0, 0]
+    masks = [
+        *((keys, keys[:, None]), (keys[:1], keys[:1, None].expand(2, 1, 40))),
+        *((keys[:, None], keys[:, None]), (keys[:1, None], keys[:1, None].expand(2, 1, 40))),
+        *((by_head[:, 0], by_head[:, 0]), (by_head[:1, 0], by_head[:1, 0].expand(2, 40, 40))),
+        *((by_head[:, :1], by_head[:, 0]), (by_head[:1, :1], by_head[:1, 0].expand(2, 40, 40))),
+        *((keys[:, None, None], keys[:, None]), (by_head, by_head.flatten(0, 1))),
+    ]
+    with torch.no_grad():
+        native = [attn(x, attention_mask=mask) for _, mask in masks]
+        ha.fuse_diffusers(model)
+        with_oracle(monkeypatch)
+        for (mask, _), expected in zip(masks, native, strict=True):
+            assert relative_error(attn(x, attention_mask=mask), expected) < 1e-5
+        for shape in ((4, 40, 40), (4, 1, 40), (40,), (3, 40)):
+            with pytest.raises(ValueError, match=rf"attention_mask has shape {re.escape(str(shape))}; with B = 2 it"):
+                attn(x, attention_mask=torch.ones(shape, dtype=torch.bool))
+    with pytest.raises(RuntimeError, match="attention_mask requires grad"):
+        attn(x, attention_mask=torch.zeros(2, 40, 40, requires_grad=True))
+
+
+@pytest.mark.parametrize("name", ["ltx2", "ltx2_interleaved"])
+def test_tables_of_q_and_k_are_converted_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of self-attention; of attention between video and audio each has its own."""
+    model, inputs = made(name)
+    ha.fuse_diffusers(model)
+    with_oracle(monkeypatch)
+    make = mock.Mock(side_effect=diffusers_processors.rope_of_heads)
+    monkeypatch.setattr(diffusers_processors, "rope_of_heads", make)
+    output(model, inputs)
+    assert make.call_count == 2 * (1 + 1 + 2 + 2)
+
+
 def test_values_in_the_place_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all sequences: a block's self-attention of video and of audio is not called."""
     model, inputs = made("ltx2_perturbed")
@@ -244,6 +319,37 @@ def test_gradients_of_rope_of_each_head(name: str) -> None:
     ha.fuse_diffusers(model, recipe="bf16")
     for found, expected in zip(gradients(), native, strict=True):
         assert 0 < relative_error(found, expected) < 2e-2
+
+
+@pytest.mark.parametrize("kind", ["keys", "scores", "pytorch"])
+@pytest.mark.parametrize("name", ["flux", "z_image_of_two"])
+def test_gradients_where_rope_comes_before(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks with holes, by key and by score, and calls that "auto" leaves to PyTorch."""
+    model, inputs = made(name)
+    attn = HAS_NORMS[name](model)
+    given = given_to(attn, model, inputs)
+    B, S, channels = given["hidden_states"].shape
+    at_random = torch.Generator().manual_seed(4)
+    by_row = torch.rand(B, 1, S, S, generator=at_random) < 0.6
+    seen = {"keys": by_row[:, :, :1], "scores": by_row | torch.eye(S, dtype=torch.bool), "pytorch": None}[kind]
+    weight = rand(B, S, channels, seed=6)
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        attn.zero_grad()
+        x = given["hidden_states"].clone().requires_grad_()
+        (attn(**given | {"hidden_states": x, "attention_mask": seen}) * weight).sum().backward()
+        return x.grad, *(parameter.grad for parameter in (attn.to_q.weight, attn.norm_k.weight))
+
+    native = gradients()
+    ha.fuse_diffusers(model, recipe="auto" if kind == "pytorch" else "bf16")
+    monkeypatch.setattr(backend, "prefers_pytorch", lambda *_, **__: kind == "pytorch")
+    if kind == "pytorch":  # on a CPU "auto" takes 8 bits
+        with_oracle(monkeypatch)
+    with mock.patch.object(qk_prologue, "rotated", wraps=prologue.rotated) as rotated:
+        found = gradients()
+    assert rotated.call_count == 2 * (2 if name == "z_image_of_two" else 1)
+    for one, expected in zip(found, native, strict=True):
+        assert 0 < relative_error(one, expected) < (1e-5 if kind == "pytorch" else 2e-2)
 
 
 def test_tables_are_padded_where_tokens_follow() -> None:
@@ -324,7 +430,7 @@ def test_a_processor_that_takes_something_else(monkeypatch: pytest.MonkeyPatch) 
 
 def test_models_without_such_attention() -> None:
     with pytest.raises(
-        ValueError, match=r"model is a Linear without attention of Wan .*, Flux, .*MiniMax-H3 or LTX-2; it"
+        ValueError, match=r"model is a Linear without attention of Wan .*, Flux, .*LTX-2 or LTX-2.3; it"
     ):
         ha.fuse_diffusers(torch.nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"model is a str; it must be a torch.nn.Module"):
@@ -607,6 +713,35 @@ def test_a_mask_of_a_schedule_in_a_batch(monkeypatch: pytest.MonkeyPatch) -> Non
     alone = [output(model, {name: value[b : b + 1] for name, value in inputs.items()}) for b in range(2)]
     assert relative_error(found, torch.cat(alone)) < 1e-5
     assert relative_error(found, dense) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["block_mask", "pytorch", "reordered"])
+def test_a_mask_of_each_sequence(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schedule's mask of a batch: each call of Z-Image has that of its sequence, as the backend has both in one."""
+    model, inputs = made("z_image_of_two")
+    S = 96
+    dense = torch.rand(2, 1, S, S, generator=torch.Generator().manual_seed(4)) < 0.6
+    dense |= torch.eye(S, dtype=torch.bool)
+    mask: Any = ha.BlockMask.from_dense(dense)
+    if kind == "pytorch":
+        mask = create_block_mask(lambda b, h, q, k: dense[b, 0, q, k], 2, None, S, S, device="cpu")
+    if kind == "reordered":  # padding stays last
+        order = torch.cat([torch.arange(64).flip(0), torch.arange(64, S)])
+        moved = ha.BlockMask.from_dense(dense[:, :, order][:, :, :, order])
+        mask = ha.masks.Reordered(moved, order, order.argsort())
+    attn = HAS_NORMS["z_image_of_two"](model)
+    given = given_to(attn, model, inputs) | {"attention_mask": None}
+    with_oracle(monkeypatch)
+    with torch.no_grad():
+        native = attn(**given | {"attention_mask": dense})
+        ha.fuse_diffusers(model, schedule=lambda *_: mask, scheduler=begun())
+        assert relative_error(attn(**given), native) < 1e-5
+        ha.fuse_diffusers(model, schedule=lambda *_: ha.BlockMask.from_dense(dense[:1]), scheduler=begun())
+        assert relative_error(attn(**given), native) > 1e-3
+        three = ha.BlockMask.from_dense(torch.cat([dense, dense[:1]]))
+        ha.fuse_diffusers(model, schedule=lambda *_: three, scheduler=begun())
+        with pytest.raises(ValueError, match="schedule gives a mask with B = 3; it must be 1 or 2"):
+            attn(**given)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -137,6 +137,23 @@ def test_from_dense(B: int, H: int, M: int, N: int, device: str) -> None:
             assert not bool(mask.tiles[int(mask.tile_of.max()) + 1 :].any())
 
 
+@pytest.mark.parametrize("capacity", [None, 40])
+@pytest.mark.parametrize("kind", ["mixed", "whole", "of all"])
+def test_one_sequence_of_a_batch(kind: str, capacity: int | None) -> None:
+    """Also where no block is seen in part, and where sequences share the mask."""
+    dense = random_mask(1 if kind == "of all" else 3, 2, 200, 301)
+    if kind == "whole":
+        dense = (torch.arange(3) < torch.tensor([[1], [2], [3]])).repeat_interleave(MASK_BLOCK, 1)[:, None, None, :301]
+        dense = dense.expand(3, 2, 200, 301).contiguous()
+    mask = ha.BlockMask.from_dense(dense, capacity)
+    for b in range(3):
+        one = mask._of_sequence(b)
+        assert one.B == 1
+        assert torch.equal(one.to_dense(), dense[b % mask.B][None])
+        for x in (one.lists, one.entries, one.tile_of, one.tiles):
+            assert x.is_contiguous()
+
+
 @pytest.mark.parametrize("all_", [True, False])
 @pytest.mark.parametrize(("M", "N"), [(128, 128), (200, 301), (300, 260)])
 def test_all_or_nothing_is_no_tile(all_: bool, M: int, N: int, device: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,12 +16,17 @@ from helion_attn.integrations.fused.qk_prologue import (
     apply_norm,
     fusable_norm,
     get_rope_cache,
+    rotate,
     split_prologue,
 )
 from helion_attn.integrations.inputs import autocast_inputs
-from helion_attn.integrations.mask_tensors import Visible
-from helion_attn.transforms import apply_rope
+from helion_attn.integrations.mask_tensors import Visible, of_all_heads
+from helion_attn.masks import Reordered
+from helion_attn.masks.blocks import as_block_mask
 from helion_attn.types import Auto, Recipe, Rope, unchecked_rope
+
+if TYPE_CHECKING:
+    from helion_attn.integrations.diffusers_schedule import Pattern
 
 #: Of Wan's text, behind those of an image, as diffusers has it.
 TEXT_TOKENS = 512
@@ -63,7 +68,7 @@ def rope_of_sequence(angles: torch.Tensor, b: int) -> Rope:
 def rope_of_heads(cos: torch.Tensor, sin: torch.Tensor, heads: int, *, interleaved: bool) -> Rope:
     """Make a Rope of B S heads rows: each head of a token has angles of its own.
 
-    It is a view of fp32 tables of the second form as LTX-2 makes them, so nothing is kept for other layers.
+    Tables of the second form in fp32, as LTX-2 makes them, are used as they are; nothing is kept for other layers.
 
     Args:
         cos: [B, S, heads D] with every column twice in a row if `interleaved`, otherwise [B, heads, S, D / 2].
@@ -90,6 +95,18 @@ def visible_of_sequence(visible: Visible | None, b: int) -> Visible | None:
     return dataclasses.replace(
         visible, first=visible.first[rows], second=visible.second[rows], kept=kept, scores=scores
     )
+
+
+def pattern_of_sequence(pattern: Pattern | None, B: int, b: int) -> Pattern | None:
+    """Return what a schedule's mask is for sequence b of B, as a mask of that sequence alone, in the same order."""
+    if pattern is None:
+        return None
+    mask = as_block_mask(pattern.mask if isinstance(pattern, Reordered) else pattern)
+    assert mask is not None
+    if mask.B not in (1, B):
+        raise ValueError(f"schedule gives a mask with B = {mask.B}; it must be 1 or {B}")
+    mask = mask._of_sequence(b)
+    return pattern._replace(mask=mask) if isinstance(pattern, Reordered) else mask
 
 
 class Processor:
@@ -165,18 +182,17 @@ class Processor:
             check_eager()
             recipe, pattern = choice_of(self.schedule, self.layer, recipe, q, k)
 
-        def attend_rows(rows: slice, visible: Visible | None, prologue: QKPrologue) -> torch.Tensor:
-            out, _ = attend(
-                q[rows], k[rows], v[rows], recipe=recipe, visible=visible, pattern=pattern, prologue=prologue
-            )  # fmt: skip
-            return out.flatten(2, 3)
-
         if not rope_caches:
-            return attend_rows(slice(None), visible, prologue)
-        outs = [
-            attend_rows(slice(b, b + 1), visible_of_sequence(visible, b), prologue._replace(rope_cache=rope_cache))
-            for b, rope_cache in enumerate(rope_caches)
-        ]
+            out, _ = attend(q, k, v, recipe=recipe, visible=visible, pattern=pattern, prologue=prologue)
+            return out.flatten(2, 3)
+        outs = []
+        for b, rope_cache in enumerate(rope_caches):
+            rows = slice(b, b + 1)
+            out, _ = attend(
+                q[rows], k[rows], v[rows], recipe=recipe, visible=visible_of_sequence(visible, b),
+                pattern=pattern_of_sequence(pattern, B, b), prologue=prologue._replace(rope_cache=rope_cache),
+            )  # fmt: skip
+            outs.append(out.flatten(2, 3))
         return torch.cat(outs)
 
 
@@ -426,9 +442,7 @@ class LTX2Processor(Processor):
             out = v
         else:
             q, k = attn.to_q(hidden_states), attn.to_k(context)
-            out = self.attend_rotated(
-                attn, q, k, v, attention_mask, query_rotary_emb, key_rotary_emb or query_rotary_emb
-            )  # fmt: skip
+            out = self.attend_rotated(attn, q, k, v, attention_mask, query_rotary_emb, key_rotary_emb)
             if perturbation_mask is not None:
                 out = torch.lerp(v, out, perturbation_mask)
         if attn.to_gate_logits is not None:
@@ -446,27 +460,37 @@ class LTX2Processor(Processor):
         q_rotary: Rotary | None,
         k_rotary: Rotary | None,
     ) -> torch.Tensor:
-        """Attention of what is projected, [B, S, H * D] each, to [B, S, H * D]."""
+        """Attention of what is projected, [B, S, H * D] each, to [B, S, H * D]; tables of k None: those of q."""
         q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, v))
-        if q_rotary is None or k_rotary is None:
-            q, k, prologue = split_prologue(q, k, attn.norm_q, attn.norm_k, "bsc", None)
-        else:
-            q = self.rotated(attn, apply_norm(attn.norm_q, q, "bsc"), q_rotary)
-            k = self.rotated(attn, apply_norm(attn.norm_k, k, "bsc"), k_rotary)
-            prologue = QKPrologue()
         if attention_mask is not None:
-            # [B, N] or [B, 1 or M, N], alike for all heads
-            attention_mask = attention_mask.reshape(q.size(0), 1, -1, k.size(1))
-        return self.attend(q, k, v, prologue, attention_mask)
+            attention_mask = mask_of_ltx2(attention_mask, q.size(0))
+        if q_rotary is None:
+            q, k, prologue = split_prologue(q, k, attn.norm_q, attn.norm_k, "bsc", None)
+            return self.attend(q, k, v, prologue, attention_mask)
+        is_interleaved = attn.rope_type == "interleaved"
+        q_rope = k_rope = rope_of_heads(*q_rotary, attn.heads, interleaved=is_interleaved)
+        if k_rotary is not None:
+            k_rope = rope_of_heads(*k_rotary, attn.heads, interleaved=is_interleaved)
+        q = rotate_heads(apply_norm(attn.norm_q, q, "bsc"), q_rope)
+        k = rotate_heads(apply_norm(attn.norm_k, k, "bsc"), k_rope)
+        return self.attend(q, k, v, QKPrologue(), attention_mask)
 
-    def rotated(self, attn: Any, x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-        """Return x [B, S, H, D] rotated; where gradients are needed, by diffusers' function."""
-        if x.requires_grad and torch.is_grad_enabled():
-            own = self.functions[f"apply_{attn.rope_type}_rotary_emb"]
-            return own(x.flatten(2), rotary).view_as(x)
-        rope = rope_of_heads(*rotary, attn.heads, interleaved=attn.rope_type == "interleaved")
-        rows = x.reshape(-1, 1, rope.cos.size(0), x.size(-1))
-        return apply_rope(rows, rope).view_as(x)
+
+def mask_of_ltx2(mask: torch.Tensor, B: int) -> torch.Tensor:
+    """Return a mask [B or 1, N], [B or 1, 1 or M, N] or [B or 1, 1 or H, 1 or M, N] with the heads' dimension."""
+    if not 2 <= mask.dim() <= 4 or mask.size(0) not in (1, B):
+        raise ValueError(
+            f"helion_attn: attention_mask has shape {tuple(mask.shape)}; with B = {B} it must be [B or 1, N], "
+            f"[B or 1, 1 or M, N] or [B or 1, 1 or H, 1 or M, N]"
+        )
+    if mask.dim() == 2:
+        return mask[:, None, None]
+    return of_all_heads(mask) if mask.dim() == 3 else mask
+
+
+def rotate_heads(x: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """Return x [B, S, H, D] rotated by a Rope that `rope_of_heads` makes."""
+    return rotate(x.reshape(-1, rope.cos.size(0), 1, x.size(-1)), rope).view_as(x)
 
 
 def project_image(attn: Any, x: torch.Tensor) -> list[torch.Tensor]:

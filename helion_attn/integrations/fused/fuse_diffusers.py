@@ -96,7 +96,6 @@ LTX2 = Kind(
     "LTX2AudioVideoAttnProcessor",
     LTX2Processor,
     (*OF_ALL, "to_q", "to_k", "to_v", "to_out", "to_gate_logits", "rope_type"),
-    functions=("apply_interleaved_rotary_emb", "apply_split_rotary_emb"),
     arguments=(*ARGUMENTS[:-1], "query_rotary_emb", "key_rotary_emb"),
 )
 
@@ -196,7 +195,8 @@ FUSED = (
     ),
     LTX2,
     LTX2._replace(
-        parts="the same, where attention can be perturbed",
+        model="LTX-2.3",
+        parts="as of LTX-2",
         processor="LTX2PerturbedAttnProcessor",
         arguments=(*LTX2.arguments, "perturbation_mask", "all_perturbed"),
     ),
@@ -213,8 +213,8 @@ def fuse_diffusers(
 ) -> None:
     """Fuse norms of Q and K and RoPE of a transformer of diffusers (0.42) into quantising: new attention processors.
 
-    It takes Wan (2.1, 2.2, VACE, Animate), ChronoEdit, MiniMax-H3, HunyuanVideo (1.5 too), LTX-2, Flux, FLUX.2,
-    Qwen-Image and Z-Image.
+    It takes Wan (2.1, 2.2, VACE, Animate), ChronoEdit, MiniMax-H3, HunyuanVideo (1.5 too), LTX-2 (2.3 too), Flux,
+    FLUX.2, Qwen-Image and Z-Image.
     `ha.fuse_diffusers(pipeline.transformer)` computes what the backend of `register_diffusers` computes, but for the
     rounding of the model's own norms and RoPE, which is left out. RoPE is fused, and so are all norms of Wan, also
     those of cross-attention, of MiniMax-H3 and Z-Image, and the norms of blocks of Flux, FLUX.2 and HunyuanVideo that
@@ -238,7 +238,7 @@ def fuse_diffusers(
         recipe: how the tensors become 8-bit numbers, a preset's name, or "auto", which is chosen as for tensors that
             are normalised and rotated; where it takes PyTorch's attention, norms and RoPE come before.
         schedule: as `register_diffusers` has it, with the same steps and layers; q and k are not normalised or rotated
-            yet, but in LTX-2, where that comes before.
+            yet, but of LTX-2 they are, except in attention to text.
         scheduler: as `register_diffusers` has it.
 
     Raises:

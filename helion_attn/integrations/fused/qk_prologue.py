@@ -10,10 +10,13 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from helion_attn import auto
 from helion_attn.api import dense_problem
+from helion_attn.backward.prologue import rotated
 from helion_attn.integrations.graphs import is_captured
 from helion_attn.integrations.tensor_memo import TensorMemo
+from helion_attn.problem import rope_arguments
 from helion_attn.transforms import apply_rope
 from helion_attn.types import BALANCED, RMSNorm, Rope, unchecked_rope
+from helion_attn.validate.derivatives import needs_gradient
 
 #: What a model hands its norm of x [B, S, heads, D]: x, x with S and heads swapped, or x with the heads joined.
 NormLayout = Literal["bshd", "bhsd", "bsc"]
@@ -127,6 +130,13 @@ def apply_norm(module: Any, x: torch.Tensor, layout: NormLayout) -> torch.Tensor
     return module(x.transpose(1, 2)).transpose(1, 2) if layout == "bhsd" else module(x)
 
 
+def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """Return x [B, S, heads, D], row i rotated by its place i; by PyTorch where its gradient is needed."""
+    if not needs_gradient(x):
+        return apply_rope(x, rope, layout="bshd")
+    return rotated(x.transpose(1, 2).float(), rope_arguments(rope), None, 0).transpose(1, 2).to(x.dtype)
+
+
 def fusable_norm(module: Any, x: torch.Tensor, layout: NormLayout) -> tuple[torch.Tensor, Any]:
     """Call a norm on x [B, S, heads, D] if it must be called.
 
@@ -181,7 +191,7 @@ class QKPrologue(NamedTuple):
         if self.rope_cache is None:
             return q, k
         rope = self.rope_cache.full
-        return apply_rope(q, rope, layout="bshd"), apply_rope(k, rope, layout="bshd")
+        return rotate(q, rope), rotate(k, rope)
 
 
 def split_prologue(
