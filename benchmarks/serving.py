@@ -301,6 +301,8 @@ def checks(loaded: Loaded) -> list[Check]:
         for tokens, perplexity in mine["perplexity"].items():
             more = perplexity / bf16["perplexity"][tokens] - 1
             found.append(Check("vLLM, perplexity over bf16's, less 1", f"SmolLM2, {tokens} tokens", more, 0.002))
+        again = "vLLM, share of prompts with the same tokens from the prefix cache"
+        found.append(Check(again, "SmolLM2", mine["again"], 1.0, at_least=True))
     return found
 
 

@@ -171,78 +171,78 @@ class MaskOptions(TypedDict, total=False):
 
 
 class OracleOptions(ScoreKwargs, MaskOptions, total=False):
-    """Those of `reference.attention`."""
+    """Keyword arguments of `reference.attention`."""
 
     layout: Layout
 
 
 class AttentionOptions(ScoreKwargs, total=False):
-    """Those of whatever has an output dtype."""
+    """Keyword arguments of functions that have an output dtype."""
 
     out_dtype: torch.dtype | None
 
 
 class SplitOptions(TypedDict, total=False):
-    """Those of attention whose keys may be split among programs."""
+    """Keyword arguments of attention whose keys may be split among programs."""
 
     num_splits: int | None
 
 
 class QuantizedOptions(AttentionOptions, SplitOptions, MaskOptions, total=False):
-    """Those of `helion_attn.attention_quantized`."""
+    """Keyword arguments of `helion_attn.attention_quantized`."""
 
 
 class TensorOptions(AttentionOptions, total=False):
-    """Those of how dense tensors lie and what is done to them first."""
+    """Keyword arguments that say how dense tensors lie and what is done to them first."""
 
     layout: Layout
     rope: Rope | None
 
 
 class NormOptions(TypedDict, total=False):
-    """Those of attention that normalises Q and K."""
+    """Keyword arguments of attention that normalises Q and K."""
 
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
 
 
 class DenseOptions(TensorOptions, total=False):
-    """Those of attention on one GPU and on several."""
+    """Keyword arguments of attention on one GPU and on several."""
 
     recipe: Recipe | RecipeName
 
 
 class MaskedOptions(DenseOptions, NormOptions, MaskOptions, total=False):
-    """Those of `helion_attn.check`."""
+    """Keyword arguments of `helion_attn.check`."""
 
 
 class CallOptions(TensorOptions, NormOptions, MaskOptions, SplitOptions, total=False):
-    """Those of `helion_attn.attention`."""
+    """Keyword arguments of `helion_attn.attention`."""
 
     recipe: Recipe | RecipeName | Auto
 
 
 class ModelOptions(MaskedOptions, total=False):
-    """Those of `reference.fp8_attention`."""
+    """Keyword arguments of `reference.fp8_attention`."""
 
     block_n: int | None
 
 
 class VarlenOptions(AttentionOptions, total=False):
-    """Those of `helion_attn.attention_varlen`."""
+    """Keyword arguments of `helion_attn.attention_varlen`."""
 
     recipe: Recipe | RecipeName
 
 
 class CacheOptions(AttentionOptions, SplitOptions, total=False):
-    """Those of `helion_attn.attention_kvcache`."""
+    """Keyword arguments of `helion_attn.attention_kvcache`."""
 
     layout: Layout
     open_pages: OpenPages | None
 
 
 class StepOptions(ScoreKwargs, SplitOptions, total=False):
-    """Those of `helion_attn.kv_cache.step`."""
+    """Keyword arguments of `helion_attn.kv_cache.step`."""
 
     drafts: int
     open_pages: OpenPages | None

@@ -158,7 +158,7 @@ def decode_queries(group: int, drafts: int) -> int:
 
 
 class SplitLimits(NamedTuple):
-    """Of which numbers of splits `kernels.dynamic_splits` chooses.
+    """The numbers of splits that `kernels.dynamic_splits` may choose.
 
     Attributes:
         most_splits: of a sequence.

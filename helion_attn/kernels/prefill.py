@@ -507,6 +507,7 @@ def launch(
     else:
         # Each sequence of the kernel's has one that is not full, at most.
         tiles = H // H_kv * M // tile.bm + min(a.cache_seqlens.size(0), M // (batch.most_queries + 1))
-    grid, in_halves = PagedGrid(tile.bm, tiles, splits, B * H * M, splits > 1), v8.size(2) > MAX_FRESH_D
+    grid = PagedGrid(tile.bm, tiles, splits, B * H * M, splits > 1)
     own = {"splits": splits, "split_rows": grid.split_rows}
-    launch_paged(kernel(a.q.is_cuda, tile), a, grid, in_halves, parts_of_v(v8.size(2)), out, lse, batch, shift, own)
+    runner, is_wide = kernel(a.q.is_cuda, tile), v8.size(2) > MAX_FRESH_D
+    launch_paged(runner, a, grid, is_wide, parts_of_v(v8.size(2)), out, lse, batch, shift, own)

@@ -79,42 +79,26 @@ def test_machine_code(D: int, listed: bool) -> None:
     """No spills, and rows are written 16 bytes at a time."""
     p, recipe = packing(D, D), ha.BALANCED.resolved
     m_blocks, n_blocks = -(-1000 // p.bm), -(-3000 // p.bn)
-    if listed:
-        m_blocks, n_blocks = 8 * m_blocks, 8 * n_blocks
+    # Of packed sequences, five, B is 1 in what tokens have, and blocks of V have descales each.
+    B, sequences, v_width = (1, 5, n_blocks * D) if listed else (2, 2, D)
 
     def launch() -> None:
         sizes = 1000, 1000, 3000, 3000, n_blocks * p.bn, n_blocks
         lists = unpack.TokenLists(*(fake_cuda(n, dtype=torch.int32) for n in sizes)) if listed else unpack.NO_LISTS
-        if listed:
-            packed = PackedTensors(
-                q8=fake_cuda(4, m_blocks, p.bm, D, dtype=torch.int8),
-                k8=fake_cuda(2, n_blocks, p.bn, D, dtype=torch.int8),
-                v8=fake_cuda(2, n_blocks, D, p.bn, dtype=torch.float8_e4m3fn),
-                q_descale=fake_cuda(1, 4, m_blocks, p.bm),
-                k_descale=fake_cuda(1, 2, n_blocks),
-                v_descale=fake_cuda(1, 2, n_blocks * D),
-                v_mean=fake_cuda(5, 2, D),
-                k_mean=fake_cuda(5, 2, row_width(D, D)),
-                channel_factors=fake_cuda(5, 2, row_width(D, D)),
-                lse_shift=None,
-            )
-            with launching():
-                unpack.launch(packed, 1000, 3000, D, D, recipe, torch.bfloat16, True, lists)
-            return
+        packed = PackedTensors(
+            q8=fake_cuda(4 * B, m_blocks, p.bm, D, dtype=torch.int8),
+            k8=fake_cuda(2 * B, n_blocks, p.bn, D, dtype=torch.int8),
+            v8=fake_cuda(2 * B, n_blocks, D, p.bn, dtype=torch.float8_e4m3fn),
+            q_descale=fake_cuda(B, 4, m_blocks, p.bm),
+            k_descale=fake_cuda(B, 2, n_blocks),
+            v_descale=fake_cuda(B, 2, v_width),
+            v_mean=fake_cuda(sequences, 2, D),
+            k_mean=fake_cuda(sequences, 2, row_width(D, D)),
+            channel_factors=fake_cuda(sequences, 2, row_width(D, D)),
+            lse_shift=None,
+        )
         with launching():
-            packed = PackedTensors(
-                q8=fake_cuda(8, m_blocks, p.bm, D, dtype=torch.int8),
-                k8=fake_cuda(4, n_blocks, p.bn, D, dtype=torch.int8),
-                v8=fake_cuda(4, n_blocks, D, p.bn, dtype=torch.float8_e4m3fn),
-                q_descale=fake_cuda(2, 4, m_blocks, p.bm),
-                k_descale=fake_cuda(2, 2, n_blocks),
-                v_descale=fake_cuda(2, 2, D),
-                v_mean=fake_cuda(2, 2, D),
-                k_mean=fake_cuda(2, 2, row_width(D, D)),
-                channel_factors=fake_cuda(2, 2, row_width(D, D)),
-                lse_shift=None,
-            )
-            unpack.launch(packed, 1000, 3000, D, D, recipe, torch.bfloat16, False)
+            unpack.launch(packed, 1000, 3000, D, D, recipe, torch.bfloat16, listed, lists)
 
     kernels = compile_for_sm90(launch)
     assert [kernel.name for kernel in kernels] == ["_helion_unpack_values", *["_helion_unpack_rows"] * 2]

@@ -25,7 +25,7 @@ class Kept(list[Any]):
         self.extend(rows)
 
 
-def measured(monkeypatch: pytest.MonkeyPatch) -> Loaded:
+def measured(monkeypatch: pytest.MonkeyPatch, again: float = 1.0) -> Loaded:
     """What the suite keeps where every process says the same, but for the last cell's, which fails."""
 
     def serve(cell: serving.Served, impl: str, folder: Path) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Loaded:
     def qualities(folder: Path) -> Any:
         for impl in serving.IMPLS:
             perplexity = {"2048": 20.0 if impl == "fa3_bf16" else 20.03, "8191": 19.0}
-            yield impl, {"perplexity": perplexity, "passkeys": 0.8, "agreed": 0.9, "again": 1.0}
+            yield impl, {"perplexity": perplexity, "passkeys": 0.8, "agreed": 0.9, "again": again}
 
     monkeypatch.setattr(serving, "serve", serve)
     monkeypatch.setattr(serving, "qualities", qualities)
@@ -58,6 +58,12 @@ def test_tables_and_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     pyplot.close("all")
     missed = {check.promise for check in serving.checks(loaded) if check.verdict != "PASS"}
     assert missed == {f"vLLM, decode, tokens/s over {LABELS['fa3_bf16']}"}
+
+
+def test_another_token_from_the_prefix_cache_is_a_promise_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = measured(monkeypatch, again=0.9)
+    missed = {check.promise for check in serving.checks(loaded) if check.verdict != "PASS"}
+    assert "vLLM, share of prompts with the same tokens from the prefix cache" in missed
 
 
 def test_nothing_is_measured_without_a_gpu() -> None:

@@ -131,7 +131,7 @@ def apply_norm(module: Any, x: torch.Tensor, layout: NormLayout) -> torch.Tensor
 
 
 def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """Return x [B, S, heads, D], row i rotated by its place i; by PyTorch where its gradient is needed."""
+    """Rotate x [B, S, heads, D], row i by position i; by PyTorch where its gradient is needed."""
     if not needs_gradient(x):
         return apply_rope(x, rope, layout="bshd")
     return rotated(x.transpose(1, 2).float(), rope_arguments(rope), None, 0).transpose(1, 2).to(x.dtype)

@@ -40,7 +40,7 @@ MANY = 2**31
 
 
 class LayerKind(NamedTuple):
-    """What kernels of a layer are compiled for.
+    """The sizes and options of a layer that its kernels are compiled for.
 
     Attributes:
         num_heads: query heads.
@@ -66,7 +66,7 @@ class LayerKind(NamedTuple):
 
 
 class Server(NamedTuple):
-    """What a server compiles.
+    """A server's layers and sizes, of which its kernels follow.
 
     Attributes:
         kinds: of its layers.

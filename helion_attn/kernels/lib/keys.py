@@ -245,7 +245,7 @@ def split_at(
     own_splits: torch.Tensor,  # [B]
     at: Int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Whether there is a split at a place of `SplitLists`, of which sequence, its number, and of how many, [] each.
+    """Whether index `at` of `SplitLists` is a split; its sequence, its number there, and that one's splits, [] each.
 
     Where there is none, the rest is of some sequence.
     """

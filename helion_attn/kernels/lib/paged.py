@@ -130,7 +130,7 @@ def descales_by_form(
     first: Int,
     bn: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of a page that may be open: descales of its keys' K and V, [bn], of all of it, [], and 1 if it is open, or 0."""
+    """Descales of a page that may be open: of its keys' K and V, [bn], and of all of it, []; and 1 if it is open."""
     slots = first + hl.arange(bn)
     # Not "open", since a NaN is no mark.
     closed = (hl.load(k_descale, [first + 1]) < 0.0).to(torch.int32)
