@@ -406,9 +406,7 @@ def fp8_attn_decode(
             )
             key = jt * bn + hl.arange(bn, dtype=torch.int32)
             visible = visible_keys(key, diagonal + i, n_len, left, right, spec.scores)
-            if spec.is_split_kv:
-                _, _, own, of_own = split_at(sequence_of_split, first_split, own_splits, at_split)
-                visible = in_split_of_query(visible, jt, diagonal + i, n_len, left, right, own, of_own, spec)
+            visible = in_split_of_query(visible, jt, diagonal + i, n_len, left, right, split, splits, spec)
             if spec.has_open_pages:
                 there = in_open_pages(jt, own_page, n_len, new, drafts, spec)
                 visible = visible & (there.to(torch.int32) == elsewhere).unsqueeze(1)
