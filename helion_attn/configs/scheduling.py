@@ -188,7 +188,9 @@ def split_limits(
     if splits is not None:
         return SplitLimits(splits, sequences * splits, 1, multiprocessors, ctas_per_sm, is_fixed=True)
     rounds = 1 if sequences == 1 else BATCH_ROUNDS
-    filling = rounds * multiprocessors * ctas_per_sm // programs
+    resident = multiprocessors * ctas_per_sm
+    filling = rounds * resident // programs
     most = max(1, min(filling, max_pages // MIN_PAGES))
-    in_all = min(sequences * most, max(sequences, filling))
+    # Room for those of one round beside a split of each sequence, and for those of all rounds.
+    in_all = min(sequences * most, max(sequences + resident // programs, filling))
     return SplitLimits(most, in_all, rounds, multiprocessors, ctas_per_sm, is_fixed=False)

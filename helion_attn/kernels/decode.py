@@ -70,6 +70,8 @@ from helion_attn.kernels.lib.paged import (
     closed_pages,
     descales_by_form,
     descales_of_page,
+    empty_partial,
+    flat_results,
     in_open_pages,
     in_split_of_query,
     k_of_page,
@@ -78,6 +80,7 @@ from helion_attn.kernels.lib.paged import (
     line_of_page,
     log2_of_power,
     may_be_wide,
+    merge_partial,
     open_sums,
     own_page_of,
     page_scores,
@@ -169,8 +172,10 @@ def fp8_attn_decode(
     sinks: torch.Tensor,  # [H] if has_sinks
     lse_shift: torch.Tensor,  # [B * H * M] if has_lse_shift
     channel_factors: torch.Tensor,  # [factor_rows * D_pad] if equalise
-    out: torch.Tensor,  # [B * H * M, D_v], of splits [all_splits * H * most_queries, D_v], written
-    lse: torch.Tensor,  # [B * H * M], of splits [all_splits * H * most_queries], written
+    out: torch.Tensor,  # [B * H * M, D_v], written
+    lse: torch.Tensor,  # [B * H * M], written
+    partial_out: torch.Tensor,  # [all_splits * H * most_queries, D_v] if is_split_kv, written
+    partial_lse: torch.Tensor,  # [all_splits * H * most_queries] if is_split_kv, written
     page_step: int,  # from a page's descales to the next's, in bytes
     head_step: int,  # of heads
     open_width: int,
@@ -195,7 +200,8 @@ def fp8_attn_decode(
 ) -> None:
     """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`.
 
-    `all_splits` are as many as all sequences may have, or with one each as sequences. What is no split writes nothing.
+    `all_splits` are as many as all sequences may have, or with one each as sequences. What is no split writes nothing,
+    and the only split of a sequence writes `out` and `lse` themselves.
     """
     hl.register_tunable(MAX_REGISTERS, helion.autotuner.IntegerFragment(24, 255, 255))
     # A pool of more than 2**31 elements is read by descriptors only if its dimensions are known to fit 32 bits.
@@ -216,7 +222,7 @@ def fp8_attn_decode(
     hl.specialize((q.stride(0), out.stride(0), out.stride(1), k_descale.stride(0), v_descale.stride(0)))
     hl.specialize((block_table.stride(0), cache_seqlens.stride(0), sinks.stride(0), lse_shift.stride(0)))
     hl.specialize((cu_seqlens.stride(0), sequence_of_split.stride(0), first_split.stride(0), own_splits.stride(0)))
-    hl.specialize(channel_factors.stride(0))
+    hl.specialize((channel_factors.stride(0), partial_out.stride(0), partial_out.stride(1), partial_lse.stride(0)))
 
     for tile_index, at_split in hl.grid([kv_heads * m_tiles, all_splits]):
         h = tile_index // m_tiles
@@ -458,7 +464,9 @@ def fp8_attn_decode(
             sink = hl.load(sinks, [head], extra_mask=in_range)
             if spec.scores.lse_shift_in_lse:
                 sink = sink - hl.load(lse_shift, [shift_rows], extra_mask=in_range)
-            sink_log2 = torch.where(split + 0 * r == 0, sink * LOG2E, float("-inf"))
+            # In new registers, or a product and a sum would be one FMA where all is one split.
+            sink_log2 = in_new_registers(sink * LOG2E, spec.is_cuda)
+            sink_log2 = torch.where(split + 0 * r == 0, sink_log2, float("-inf"))
             rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, spec)
             normaliser = rescale / total
         # [rows, d_v_tile]
@@ -471,20 +479,28 @@ def fp8_attn_decode(
         lse_rows, out_rows = shift_rows, head * out_head_step + (first_query + i) * out_row_step
         if not spec.batch:
             out_rows = out_rows + b * kv_heads * group * m_len
+        whole = in_range
         if spec.is_split_kv:
-            lse_rows = (int32(at_split) * int32(kv_heads * group) + head) * int32(most_queries) + i
-            out_rows = lse_rows
-        stored = in_range.unsqueeze(1) & (out_cols < d_out).unsqueeze(0)
-        hl.store(out, [out_rows, out_cols], o.to(out.dtype), extra_mask=stored)
+            whole, part = in_range & (splits == 1), in_range & (splits > 1)
+            partial_rows = (int32(at_split) * int32(kv_heads * group) + head) * int32(most_queries) + i
+        in_d = (out_cols < d_out).unsqueeze(0)
+        hl.store(out, [out_rows, out_cols], o.to(out.dtype), extra_mask=whole.unsqueeze(1) & in_d)
+        if spec.is_split_kv:
+            hl.store(partial_out, [partial_rows, out_cols], o, extra_mask=part.unsqueeze(1) & in_d)
         if spec.in_halves:
             o = torch.where(no_key.unsqueeze(1), 0.0, acc_high.transpose(0, 1) * normaliser.unsqueeze(1))
             out_cols = d_v_tile + out_cols
-            stored = in_range.unsqueeze(1) & (out_cols < d_out).unsqueeze(0)
-            hl.store(out, [out_rows, out_cols], o.to(out.dtype), extra_mask=stored)
+            in_d = (out_cols < d_out).unsqueeze(0)
+            hl.store(out, [out_rows, out_cols], o.to(out.dtype), extra_mask=whole.unsqueeze(1) & in_d)
+            if spec.is_split_kv:
+                hl.store(partial_out, [partial_rows, out_cols], o, extra_mask=part.unsqueeze(1) & in_d)
         lse_of_row = (m_i + torch.log2(total)) * LN2
-        if spec.scores.lse_shift_in_lse and not spec.is_split_kv:
-            lse_of_row = lse_of_row + hl.load(lse_shift, [shift_rows], extra_mask=in_range)
-        hl.store(lse, [lse_rows], lse_of_row, extra_mask=in_range)
+        if spec.is_split_kv:
+            hl.store(partial_lse, [partial_rows], lse_of_row, extra_mask=part)
+        if spec.scores.lse_shift_in_lse:
+            # Splits lack it, so that their weights do not depend on whether the lse is returned.
+            lse_of_row = lse_of_row + hl.load(lse_shift, [shift_rows], extra_mask=whole)
+        hl.store(lse, [lse_rows], lse_of_row, extra_mask=whole)
 
 
 @functools.cache
@@ -522,6 +538,10 @@ def launch(
     all_splits, lists = B, None
     if is_split_kv:
         all_splits, lists = limits.all_splits, dynamic_splits.launch(a, limits, H_kv * m_tiles, batch)
-    own = (lists or SplitLists(*(a.cache_seqlens,) * 3))._asdict() | {"all_splits": all_splits}
-    grid = PagedGrid(rows, m_tiles, all_splits, H * queries, is_split_kv, lists)
-    launch_paged(runner, a, grid, a.cache.v8.size(2) > MAX_PIECE, 1, out, lse, batch, shift, own)
+    partial = empty_partial(out, lse, all_splits, H * queries) if is_split_kv else flat_results(out, lse)
+    own = (lists or SplitLists(*(a.cache_seqlens,) * 3))._asdict()
+    own |= {"all_splits": all_splits, "partial_out": partial.out, "partial_lse": partial.lse.view(-1)}
+    grid = PagedGrid(rows, m_tiles, is_split_kv, in_halves=a.cache.v8.size(2) > MAX_PIECE, v_parts=1)
+    launch_paged(runner, a, grid, flat_results(out, lse), a.bshd, batch, shift, own)
+    if is_split_kv:
+        merge_partial(a, partial, out, lse, batch, shift, lists)

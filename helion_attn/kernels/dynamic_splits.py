@@ -1,11 +1,12 @@
 """How many splits of its pages each sequence has in `fp8_attn_decode`, chosen on the GPU from lengths as they are.
 
-    more    = n / 2 times the programs that the GPU holds, n = 2, 3, ..., less one for each sequence
-    splits  = 1 + more * pages of the sequence / pages of all, rounded down
+    rate    = n / 2 times the programs that the GPU holds, per page of all sequences, n = 1, 2, 3, ...
+    splits  = rate * pages of the sequence, rounded down, at least 1
 
 Of several n the fastest by a model: rounds of programs that fill the GPU, the last one perhaps not, times what a
-program takes, or what the longest one takes alone. Nothing is read on the host, and a CUDA graph that is replayed with
-other lengths has other splits.
+program takes, or what the longest one takes alone. Programs start in the order of splits: longer ones come first, by
+powers of two, so that short ones fill the end. Nothing is read on the host, and a CUDA graph that is replayed with other
+lengths has other splits.
 
 The idea is that of `num_splits_dynamic` in FlashAttention-3.
 """
@@ -27,8 +28,14 @@ from helion_attn.problem import DecodeArgs, PackedBatch, power_that_holds
 #: What a program takes to begin and to end, in pages: fitted to batches of 64 and 48 in docs/notes/paged_cache.md.
 PROGRAM_PAGES = 2.0
 
-#: From more sequences on the program has 16 warps, and not 4.
-MANY_SEQUENCES = 512
+#: Halves of rounds that are tried, a power of two.
+CANDIDATES = 8
+
+#: Programs of so many sizes come one after the other.
+SIZES = 4
+
+#: A warp of the program has so many sequences, but there are 16 at most.
+SEQUENCES_OF_WARP = 64
 
 
 class DynamicSplitsSpec(NamedTuple):
@@ -47,6 +54,44 @@ class DynamicSplitsSpec(NamedTuple):
     packed: bool
     has_left: bool
     is_fixed: bool
+
+
+def splits_of_fastest(
+    pages: torch.Tensor,  # [sequences]
+    all_splits: int,
+    most_rounds: int,
+    programs: int,
+    multiprocessors: int,
+    ctas_per_sm: int,
+) -> torch.Tensor:
+    """The splits of each sequence that has pages, [sequences]: of those that there is room for, the fastest."""
+    sms, resident = int32(multiprocessors), int32(multiprocessors * ctas_per_sm)
+    # [candidates]
+    half_rounds = hl.arange(CANDIDATES).to(torch.int32) + 1
+    all_pages = torch.clamp_min(pages.sum(0), 1).to(torch.float32)
+    work = all_pages * int32(2 * programs).to(torch.float32)
+    rate = torch.clamp_max((half_rounds * resident).to(torch.float32) / work, 1.0 / MIN_PAGES)
+    # [candidates, sequences]. What divides evenly shall do so.
+    tried = (pages.to(torch.float32).unsqueeze(0) * rate.unsqueeze(1) + 0.001).to(torch.int32)
+    tried = torch.maximum(tried, (pages > 0).to(torch.int32).unsqueeze(0))
+    longest = torch.amax(pages.to(torch.float32).unsqueeze(0) / torch.clamp_min(tried, 1).to(torch.float32), 1)
+    # [candidates]
+    count = tried.sum(1).to(torch.int32)
+    fits = (half_rounds <= int32(2 * most_rounds)) & (count <= int32(all_splits))
+    count = torch.clamp_min(count * int32(programs), 1)
+    rounds = quotient(count, resident)
+    left_over = count - rounds * resident
+    # Programs of a last round that is not full share an SM with fewer, and are faster.
+    on_an_sm = quotient(left_over + sms - 1, sms).to(torch.float32)
+    full_sm = FIRST_PROGRAM + int32(ctas_per_sm).to(torch.float32)
+    last = torch.where(left_over > 0, (FIRST_PROGRAM + on_an_sm) / full_sm, 0.0)
+    mean = all_pages * int32(programs).to(torch.float32) / count.to(torch.float32)
+    # The longest program may be alone at the end.
+    alone = (longest + PROGRAM_PAGES) * ((FIRST_PROGRAM + 1.0) / full_sm)
+    time = torch.maximum((mean + PROGRAM_PAGES) * (rounds.to(torch.float32) + last), alone)
+    time = torch.where(fits, time, float("inf"))
+    fastest = torch.amin(torch.where(time == torch.amin(time, 0), half_rounds, CANDIDATES), 0)
+    return torch.where((half_rounds == fastest).unsqueeze(1), tried, 0).sum(0).to(torch.int32)
 
 
 def dynamic_splits(
@@ -88,40 +133,25 @@ def dynamic_splits(
         pages = pages * has_queries
         splits = has_queries * int32(most_splits)
         if not spec.is_fixed:
-            most = torch.clamp_min(quotient(pages, int32(MIN_PAGES)), 1)
-            most = torch.minimum(most, int32(most_splits)) * has_queries
-            # []
-            all_pages, sequences = torch.clamp_min(pages.sum(0), 1).to(torch.int32), has_queries.sum(0).to(torch.int32)
-            sms, resident = int32(multiprocessors), int32(multiprocessors * ctas_per_sm)
-            splits = has_queries
-            least = hl.full([], float("inf"), dtype=torch.float32)
-            for half_rounds in hl.grid(2, 2 * most_rounds + 1):
-                more = torch.clamp_min(quotient(int32(half_rounds) * resident, int32(2 * programs)) - sequences, 0)
-                a_page = more.to(torch.float32) / all_pages.to(torch.float32)
-                tried = torch.minimum((pages.to(torch.float32) * a_page).to(torch.int32) + has_queries, most)
-                count = torch.clamp_min(tried.sum(0).to(torch.int32) * int32(programs), 1)
-                rounds = quotient(count, resident)
-                left_over = count - rounds * resident
-                # Programs of a last round that is not full share an SM with fewer, and are faster.
-                on_an_sm = quotient(left_over + sms - 1, sms).to(torch.float32)
-                full_sm = FIRST_PROGRAM + int32(ctas_per_sm).to(torch.float32)
-                last = torch.where(left_over > 0, (FIRST_PROGRAM + on_an_sm) / full_sm, 0.0)
-                mean = all_pages.to(torch.float32) * int32(programs).to(torch.float32) / count.to(torch.float32)
-                # The longest program may be alone at the end.
-                longest = torch.amax(pages.to(torch.float32) / torch.clamp_min(tried, 1).to(torch.float32), 0)
-                alone = (longest + PROGRAM_PAGES) * ((FIRST_PROGRAM + 1.0) / full_sm)
-                time = torch.maximum((mean + PROGRAM_PAGES) * (rounds.to(torch.float32) + last), alone)
-                splits = torch.where(time < least, tried, splits)
-                least = torch.minimum(least, time)
-        ends = hl.cumsum(splits, 0).to(torch.int32)
-        hl.store(first_split, [b], ends - splits, extra_mask=b < B)
+            splits = splits_of_fastest(pages, all_splits, most_rounds, programs, multiprocessors, ctas_per_sm)
+        # Pages of a split, [sequences].
+        size = pages.to(torch.float32) / torch.clamp_min(splits, 1).to(torch.float32)
+        longest = torch.amax(size, 0)
+        first, begin = torch.zeros_like(splits), int32(0)
+        for i in hl.grid(SIZES):
+            most = longest * torch.exp2(-int32(i).to(torch.float32))
+            of_size = (size <= most) & ((size > 0.5 * most) | (int32(i) == SIZES - 1))
+            here = torch.where(of_size, splits, 0)
+            first = torch.where(of_size, begin + hl.cumsum(here, 0).to(torch.int32) - here, first)
+            begin = begin + here.sum(0).to(torch.int32)
+        hl.store(first_split, [b], first, extra_mask=b < B)
         hl.store(own_splits, [b], splits, extra_mask=b < B)
         for s in hl.grid(torch.amax(splits, 0)):
-            hl.store(sequence_of_split, [ends - splits + s], b.to(torch.int32), extra_mask=s < splits)
+            hl.store(sequence_of_split, [first + s], b.to(torch.int32), extra_mask=s < splits)
         of_none = hl.full([spec.sequences], -1, dtype=torch.int32)
         for i in hl.grid((all_splits + spec.sequences - 1) // spec.sequences):
             at = i * spec.sequences + hl.arange(spec.sequences)
-            behind = (at < all_splits) & (at >= torch.amax(ends, 0))
+            behind = (at < all_splits) & (at >= begin)
             hl.store(sequence_of_split, [at], of_none, extra_mask=behind)
 
 
@@ -144,7 +174,7 @@ def launch(a: DecodeArgs, limits: SplitLimits, programs: int, batch: PackedBatch
     """
     B, holds = a.cache_seqlens.size(0), power_that_holds(a.cache_seqlens.size(0))
     lists = SplitLists(*(a.cache_seqlens.new_empty(n) for n in (limits.all_splits, B, B)))
-    kernel(a.q.is_cuda, 4 if holds <= MANY_SEQUENCES else 16).run(
+    kernel(a.q.is_cuda, min(max(holds // SEQUENCES_OF_WARP, 1), 16)).run(
         {
             "cache_seqlens": a.cache_seqlens,
             "cu_seqlens": a.cache_seqlens if batch is None else batch.cu_seqlens,

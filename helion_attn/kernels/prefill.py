@@ -43,6 +43,8 @@ from helion_attn.kernels.lib.paged import (
     closed_pages,
     descales_by_form,
     descales_of_page,
+    empty_partial,
+    flat_results,
     in_open_pages,
     in_split_of_query,
     k_of_page,
@@ -51,6 +53,7 @@ from helion_attn.kernels.lib.paged import (
     line_of_page,
     log2_of_power,
     may_be_wide,
+    merge_partial,
     open_sums,
     own_page_of,
     page_scores,
@@ -507,7 +510,10 @@ def launch(
     else:
         # Each sequence of the kernel's has one that is not full, at most.
         tiles = H // H_kv * M // tile.bm + min(a.cache_seqlens.size(0), M // (batch.most_queries + 1))
-    grid = PagedGrid(tile.bm, tiles, splits, B * H * M, splits > 1)
-    own = {"splits": splits, "split_rows": grid.split_rows}
-    runner, is_wide = kernel(a.q.is_cuda, tile), v8.size(2) > MAX_FRESH_D
-    launch_paged(runner, a, grid, is_wide, parts_of_v(v8.size(2)), out, lse, batch, shift, own)
+    is_split_kv = splits > 1
+    written = empty_partial(out, lse, splits, B * H * M) if is_split_kv else flat_results(out, lse)
+    grid = PagedGrid(tile.bm, tiles, is_split_kv, in_halves=v8.size(2) > MAX_FRESH_D, v_parts=parts_of_v(v8.size(2)))
+    own = {"splits": splits, "split_rows": B * H * M}
+    launch_paged(kernel(a.q.is_cuda, tile), a, grid, written, a.bshd and not is_split_kv, batch, shift, own)
+    if is_split_kv:
+        merge_partial(a, written, out, lse, batch, shift)

@@ -28,7 +28,8 @@ def three_times(run: Run) -> Run:
         problem: Callable[[], Any],
         written: Sequence[torch.Tensor] = (),
     ) -> Sequence[torch.Tensor | None]:
-        before = [x.clone() for x in written]
+        # What is no tensor, the call refuses.
+        before = [x.clone() if isinstance(x, torch.Tensor) else x for x in written]
         returned = run(name, tensors, options, problem, written)
         given = [x for x in tensors if x is not None]
         if plans.key_of(name, given, ()) is None or torch.cuda.is_current_stream_capturing():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,12 +52,30 @@ def splits_of(
     limits = split_limits(len(lengths), heads, max_pages, splits, SMS, CTAS_PER_SM)
     with plans.plain_kernels(a.cache_seqlens):
         lists = dynamic_splits.launch(a, limits, heads, batch)
-    found = lists.own_splits.tolist()
-    assert lists.first_split.tolist() == [0, *itertools.accumulate(found)][:-1]
+    found, first, whose = (x.tolist() for x in (lists.own_splits, lists.first_split, lists.sequence_of_split))
     assert sum(found) <= limits.all_splits
-    whose = [b for b, splits in enumerate(found) for _ in range(splits)]
-    assert lists.sequence_of_split.tolist() == whose + [-1] * (limits.all_splits - len(whose))
+    assert [b for b in whose if b < 0] == whose[sum(found) :]
+    for b, count in enumerate(found):
+        assert count == 0 or whose[first[b] : first[b] + count] == [b] * count
+    assert sorted(whose[: sum(found)]) == [b for b, count in enumerate(found) for _ in range(count)]
     return found, limits
+
+
+def order_of(lengths: list[int], device: str) -> list[int]:
+    """The sequences by their first splits."""
+    a = arguments(lengths, 1024, device)
+    with plans.plain_kernels(a.cache_seqlens):
+        lists = dynamic_splits.launch(a, split_limits(len(lengths), 8, 1024, None, SMS, CTAS_PER_SM), 8, None)
+    whose = lists.sequence_of_split.tolist()
+    return list(dict.fromkeys(b for b in whose if b >= 0))
+
+
+def test_long_splits_come_first(device: str) -> None:
+    """By powers of two, and of like ones in the order of the batch; all that are short together."""
+    lengths = [100, 8000, 2000, 3000, 7000, 90, 500]
+    assert order_of(lengths * 40, device)[: 2 * 40 : 2] == [7 * i + 1 for i in range(40)]
+    order = order_of([128 * pages - 1 for pages in (1, 64, 16, 30, 33, 2, 4)] * 40, device)
+    assert [b % 7 for b in order] == [1, 4] * 40 + [3] * 40 + [2] * 40 + [0, 5, 6] * 40
 
 
 def test_one_sequence_fills_the_gpu_once(device: str) -> None:
@@ -75,10 +92,11 @@ def test_a_batch_that_fills_the_gpu_is_not_split(device: str) -> None:
 
 
 def test_a_long_sequence_is_split_and_short_ones_are_not(device: str) -> None:
-    found, _ = splits_of([1000] * 63 + [65536], device)
-    assert found[:-1] == [1] * 63
-    # No program has many more pages than the mean of those that fill the GPU once.
-    assert 512 / found[-1] <= 1.2 * (63 * 8 + 512) * 8 / (SMS * CTAS_PER_SM)
+    for short in (31, 63, 127, 500):
+        found, _ = splits_of([1000] * short + [131072], device)
+        assert found[:-1] == [1] * short
+        # No program has many more pages than the mean of those that fill the GPU once.
+        assert 1025 / found[-1] <= 1.5 * (short * 8 + 1025) * 8 / (SMS * CTAS_PER_SM)
 
 
 def test_a_window_leaves_few_pages(device: str) -> None:
