@@ -5,7 +5,7 @@
 
 Of several n the fastest by a model: rounds of programs that fill the GPU, the last one perhaps not, times what a
 program takes, or what the longest one takes alone. Programs start in the order of splits: longer ones come first, by
-powers of two, so that short ones fill the end. Nothing is read on the host, and a CUDA graph that is replayed with other
+powers of two, so that short ones fill the end. Nothing is read on the host: a CUDA graph that is replayed with other
 lengths has other splits.
 
 The idea is that of `num_splits_dynamic` in FlashAttention-3.
