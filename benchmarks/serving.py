@@ -20,6 +20,7 @@ On your own server: `vllm bench latency --model MODEL --input-len 8192 --output-
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import json
@@ -184,11 +185,21 @@ def texts_of(tokens: Any, tokenizer: Any) -> dict[str, Any]:
     }
 
 
+def save_plain(model: Any, folder: Path) -> None:
+    """Save a model of a GGUF file in bf16, as if it had not been one: transformers saves no other."""
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    plain = type(model)(config)
+    plain.load_state_dict(model.state_dict())
+    plain.to(torch.bfloat16).save_pretrained(folder)
+
+
 def qualities(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """What the process of each implementation says of SmolLM2; continuations become shares of those in bf16."""
     example: Any = importlib.import_module("examples.language_model")
     model, tokens = example.load("cpu")
-    model.to(torch.bfloat16).save_pretrained(folder / "smollm2")
+    save_plain(model, folder / "smollm2")
     (folder / "texts.json").write_text(json.dumps(texts_of(tokens, example.load_tokenizer())))
     given = {"model": str(folder / "smollm2"), "weights": "auto", "N": QUALITY_TOKENS, "sequences": 16}
     base: list[list[int]] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from benchmarks import serving
 from benchmarks.lib.harness import Loaded
 from benchmarks.lib.suite import Options
 from benchmarks.lib.tables import LABELS
+from helpers.tiny_models import tiny_llama
 
 #: Tokens a second of all stages, by implementation.
 SPEEDS = {"helion_attn": 300.0, "fa3_bf16": 200.0, "fa3_fp8": 250.0}
@@ -72,3 +74,18 @@ def test_nothing_is_measured_without_a_gpu() -> None:
     assert kept == []
     assert serving.tables({}) == []
     assert serving.plot({}) is None
+
+
+def test_a_dequantised_model_is_saved_as_a_plain_one(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    model = tiny_llama()
+    of_gguf = SimpleNamespace(quant_method="gguf")
+    model.hf_quantizer = SimpleNamespace(is_serializable=lambda: False, quantization_config=of_gguf)
+    model.config.quantization_config = {"quant_method": "gguf"}
+    with pytest.raises(ValueError, match="not serializable"):
+        model.save_pretrained(tmp_path)
+    serving.save_plain(model, tmp_path)
+    assert "quantization_config" not in (tmp_path / "config.json").read_text()
+    found = type(model).from_pretrained(tmp_path).state_dict()
+    for name, weight in model.state_dict().items():
+        assert torch.equal(found[name].bfloat16(), weight.bfloat16()), name

@@ -10,8 +10,8 @@ import torch
 VOCABULARY = 23
 
 
-def train_language_model() -> tuple[Any, torch.Tensor]:
-    """A Llama in fp32 that predicts something, and the text, whose rule it has seen, int64 [640]."""
+def tiny_llama() -> Any:
+    """A Llama in fp32 with random weights."""
     import transformers
 
     torch.manual_seed(0)
@@ -19,7 +19,12 @@ def train_language_model() -> tuple[Any, torch.Tensor]:
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, max_position_embeddings=64, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    model: Any = transformers.LlamaForCausalLM(config)
+    return transformers.LlamaForCausalLM(config)
+
+
+def train_language_model() -> tuple[Any, torch.Tensor]:
+    """A Llama in fp32 that predicts something, and the text, whose rule it has seen, int64 [640]."""
+    model = tiny_llama()
     # A token is the sum of the two before it.
     tokens = [1, 2]
     while len(tokens) < 640:
