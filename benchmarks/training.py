@@ -111,7 +111,8 @@ class Fa3WithFa2(torch.autograd.Function):
     def backward(ctx: Any, d_out: torch.Tensor) -> Any:
         """dQ, dK and dV."""
         q, k, v, out, lse = ctx.saved_tensors
-        return *kernels.flash(d_out, q, k, v, out, lse, ctx.scores), None
+        flash = kernels.BackwardKernel("flash", "FlashAttention-2's, behind FlashAttention-3's forward pass")
+        return *kernels.run(flash, d_out, q, k, v, out, lse, ctx.scores, None), None
 
 
 def checkpointed(attend: Attend, qkv: list[torch.Tensor], d_out: torch.Tensor) -> None:

@@ -175,8 +175,7 @@ def _backward(a: BackwardArgs) -> tuple[torch.Tensor, ...]:
         dq, dk, dv, capped = chunked.run(q, k, v, d_out.float(), less, lse, lse_shift, scores, visible)
     else:
         d_out_16, q, k, v, out_16 = (laid(x.to(dtype), f.bshd) for x in (d_out, q, k, v, out))
-        run = kernels.flash if kernel.name == "flash" else kernels.cudnn
-        dq, dk, dv = run(d_out_16, q, k, v, out_16, lse, scores)
+        dq, dk, dv = kernels.run(kernel, d_out_16, q, k, v, out_16, lse, scores, a.d_lse)
     d_sinks = a.lse.new_empty(0)
     if scores.sinks is not None or a.d_lse is not None or capped is not None:
         delta, p = row_dots(d_out, out), sink_probability(scores.sinks, a.lse)

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from helion_attn.backward import flash_attn_4
 from helion_attn.options import ScoreOptions
 
 #: Largest head dim of PyTorch's flash attention, and what it and cuDNN's must be a multiple of.
@@ -54,7 +55,7 @@ class BackwardKernel(NamedTuple):
         is_slow: it takes many times as long as a kernel would.
     """
 
-    name: Literal["cudnn", "flash", "chunked"]
+    name: Literal["cudnn", "flash_attn_4", "flash", "chunked"]
     reason: str
     is_slow: bool = False
 
@@ -64,6 +65,7 @@ class BackwardKernel(NamedTuple):
 
 DESCRIPTIONS = {
     "cudnn": "cuDNN's 16-bit kernel, through PyTorch",
+    "flash_attn_4": "flash-attn-4's 16-bit kernel",
     "flash": "PyTorch's 16-bit flash attention",
     "chunked": "fp32 products in PyTorch, a run of rows at a time",
 }
@@ -77,8 +79,10 @@ def why_chunked(case: Case) -> str | None:
         return "no kernel has a softcap"
     if case.block_sparse:
         return "no kernel has a block mask"
+    if flash_attn_4.takes(case.D, case.D_v):
+        return None
     if case.has_lse_gradient:
-        return "no kernel takes a gradient of lse"
+        return f"no kernel but that of flash-attn-4=={flash_attn_4.VERSION} takes a gradient of lse"
     if case.D_v != case.D or case.D > FLASH_D or case.D % STEP_D:
         return f"kernels have D = D_v, a multiple of {STEP_D} up to {FLASH_D}"
     return None
@@ -89,27 +93,61 @@ def largest_cudnn_d() -> int:
     return 256 if (torch.backends.cudnn.version() or 0) >= CUDNN_WITH_D_256 else 128
 
 
+def why_not_cudnn(case: Case) -> str | None:
+    """Say what cuDNN's kernel, as PyTorch calls it, does not have of a case; None if it has all."""
+    scores = case.scores
+    if case.packed_sequences:
+        return "the sequences are packed"
+    if case.has_lse_gradient:
+        return "lse has a gradient"
+    if case.D_v != case.D:
+        return "D_v is unlike D"
+    if scores.left >= 0 or scores.right > 0:
+        return "PyTorch hands cuDNN no window"
+    if scores.right == 0 and case.M != case.N:
+        return "PyTorch's cuDNN aligns a causal mask to the first key"
+    if (largest := largest_cudnn_d()) < case.D:
+        return f"this cuDNN has a backward pass of head dims up to {largest}"
+    if min(case.M, case.N) == 1:
+        return "PyTorch's cuDNN takes no single query or key"
+    if torch.are_deterministic_algorithms_enabled():
+        return "cuDNN's sums have no order, and deterministic algorithms are asked for"
+    return None
+
+
 def choose(case: Case) -> BackwardKernel:
     """Choose the kernel of a backward pass."""
     if (reason := why_chunked(case)) is not None:
         return BackwardKernel("chunked", reason, is_slow=case.is_cuda)
-    scores = case.scores
-    if case.packed_sequences:
-        return BackwardKernel("flash", "the sequences are packed")
-    if scores.left >= 0 or scores.right > 0:
-        return BackwardKernel("flash", "PyTorch hands cuDNN no window")
-    if scores.right == 0 and case.M != case.N:
-        return BackwardKernel("flash", "PyTorch's cuDNN aligns a causal mask to the first key")
-    if (largest := largest_cudnn_d()) < case.D:
-        return BackwardKernel("flash", f"this cuDNN has a backward pass of head dims up to {largest}")
-    if min(case.M, case.N) == 1:
-        return BackwardKernel("flash", "PyTorch's cuDNN takes no single query or key")
-    if torch.are_deterministic_algorithms_enabled():
-        return BackwardKernel("flash", "cuDNN's sums have no order, and deterministic algorithms are asked for")
+    if (reason := why_not_cudnn(case)) is not None:
+        return BackwardKernel("flash_attn_4" if flash_attn_4.takes(case.D, case.D_v) else "flash", reason)
     return BackwardKernel("cudnn", "the fastest that takes the mask")
 
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def run(
+    kernel: BackwardKernel,
+    d_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scores: ScoreOptions,
+    d_lse: torch.Tensor | None,
+) -> Three:
+    """dQ, dK and dV of tensors [B, heads, S, D] by a kernel that is not "chunked"; lse and its gradient [B, H, M]."""
+    if kernel.name == "cudnn":
+        return cudnn(d_out, q, k, v, out, lse, scores)
+    d_out, q, k, v, out = (x.transpose(1, 2) for x in (d_out, q, k, v, out))
+    if kernel.name == "flash_attn_4":
+        found = flash_attn_4.run(d_out, q, k, v, out, lse, scores, d_lse)
+    else:
+        found = _flash(d_out, q, k, v, out, lse, scores, q.size(1), k.size(1), None, None)
+    dq, dk, dv = found
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
 def cudnn(
@@ -132,7 +170,8 @@ def cudnn(
     )  # fmt: skip
 
 
-def flash(
+def run_varlen(
+    kernel: BackwardKernel,
     d_out: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -140,28 +179,16 @@ def flash(
     out: torch.Tensor,
     lse: torch.Tensor,
     scores: ScoreOptions,
-) -> Three:
-    """dQ, dK and dV of tensors [B, heads, S, D]; masks are bottom-right; lse fp32 [B, H, M]."""
-    d_out, q, k, v, out = (x.transpose(1, 2) for x in (d_out, q, k, v, out))
-    dq, dk, dv = _flash(d_out, q, k, v, out, lse, scores, q.size(1), k.size(1), None, None)
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
-
-
-def flash_varlen(
-    d_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    scores: ScoreOptions,
+    d_lse: torch.Tensor | None,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
 ) -> Three:
-    """dQ, dK and dV of packed sequences [tokens, heads, D]; lse fp32 [H, tokens].
+    """dQ, dK and dV of packed sequences [tokens, heads, D]; lse and its gradient [H, tokens].
 
     The host does not know the longest sequence: launches are sized for one that has all tokens.
     """
+    if kernel.name == "flash_attn_4":
+        return flash_attn_4.run(d_out, q, k, v, out, lse, scores, d_lse, cu_seqlens_q, cu_seqlens_k)
     return _flash(d_out, q, k, v, out, lse, scores, q.size(0), k.size(0), cu_seqlens_q, cu_seqlens_k)
 
 

@@ -209,7 +209,7 @@ def _backward(a: VarlenBackwardArgs) -> tuple[torch.Tensor, ...]:
         q, k, v = dequantised_16(a, queries, keys, dtype)
         d_out_16, out_16 = (x.to(dtype).contiguous() for x in (d_out, out))
         ends = a.cu_seqlens_q, a.cu_seqlens_k
-        dq, dk, dv = kernels.flash_varlen(d_out_16, q, k, v, out_16, scores_lse, scores, *ends)
+        dq, dk, dv = kernels.run_varlen(kernel, d_out_16, q, k, v, out_16, scores_lse, scores, d_lse, *ends)
         dq = dq.masked_fill(outside[:, None, None], 0.0)
         dk, dv = (x.masked_fill(~keys.inside[:, None, None], 0.0) for x in (dk, dv))
     d_sinks = a.lse.new_empty(0)

@@ -10,7 +10,7 @@ import torch
 
 import helion_attn as ha
 from helion_attn.api import dense_problem
-from helion_attn.backward import dense, kernels
+from helion_attn.backward import dense, flash_attn_4, kernels
 from helion_attn.backward.dense import attention_backward, attention_training
 from helion_attn.testing import relative_error
 from helpers.gradients import Tensors, errors, exact, exact_gradients, inputs
@@ -300,16 +300,30 @@ CHOICES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "changed"), CHOICES)
-def test_which_kernel(name: str, options: dict[str, Any], changed: dict[str, Any]) -> None:
+def chosen(options: dict[str, Any], changed: dict[str, Any]) -> kernels.BackwardKernel:
     q = torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16)
     case = kernels.Case(
         is_cuda=True, M=4096, N=4096, D=128, D_v=128, scores=dense_problem(q, q, q, **options).scores,
         block_sparse=False, has_lse_gradient=False, packed_sequences=False,
     )  # fmt: skip
-    chosen = kernels.choose(case._replace(**changed))
-    assert chosen.name == name
-    assert chosen.is_slow == (name == "chunked" and "is_cuda" not in changed)
+    return kernels.choose(case._replace(**changed))
+
+
+@pytest.mark.parametrize(("name", "options", "changed"), CHOICES)
+def test_which_kernel(name: str, options: dict[str, Any], changed: dict[str, Any]) -> None:
+    found = chosen(options, changed)
+    assert found.name == name
+    assert found.is_slow == (name == "chunked" and "is_cuda" not in changed)
+
+
+@pytest.mark.parametrize(("name", "options", "changed"), CHOICES)
+def test_which_kernel_beside_flash_attn_4(
+    name: str, options: dict[str, Any], changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes what PyTorch's flash attention does, D_v unlike D and a gradient of lse; cuDNN keeps its own."""
+    monkeypatch.setattr(flash_attn_4, "is_here", lambda: True)
+    taken = name == "flash" or changed in ({"D_v": 64}, {"has_lse_gradient": True})
+    assert chosen(options, changed).name == ("flash_attn_4" if taken else name)
 
 
 @pytest.mark.parametrize(("version", "name"), [(None, "flash"), (90900, "flash"), (91000, "cudnn")])

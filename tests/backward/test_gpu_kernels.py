@@ -1,4 +1,4 @@
-"""PyTorch's own backward kernels on a GPU, with the output and lse of the 8-bit forward pass."""
+"""Backward kernels of others on a GPU, with the output and lse of the 8-bit forward pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 import helion_attn as ha
 from helion_attn.api import dense_problem
-from helion_attn.backward import dense
+from helion_attn.backward import dense, flash_attn_4
 from helion_attn.compiler.slower import SlowerWarning, warn_slower
 from helpers.gradients import Tensors, errors, exact_gradients, inputs
 
@@ -41,6 +41,15 @@ CASES: list[tuple[str, str, tuple[int, int, int, int, int], int, dict[str, Any]]
 ]
 
 
+@pytest.fixture(autouse=True)
+def without_flash_attn_4(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installed or not; tests with its name have it, and are skipped where it is not."""
+    if "flash_attn_4" not in request.node.name:
+        monkeypatch.setattr(flash_attn_4, "is_here", lambda: False)
+    elif not flash_attn_4.is_here():
+        pytest.skip(f"needs flash-attn-4=={flash_attn_4.VERSION}")
+
+
 def gradients(qkvd: Tensors, layout: Any = "bhsd", **options: Any) -> list[torch.Tensor]:
     """dQ, dK and dV of `attention`, BHSD, and dsinks if there are any."""
     *qkv, d_out = (x.cuda().transpose(1, 2) if layout == "bshd" else x.cuda() for x in qkvd)
@@ -68,6 +77,40 @@ def test_errors(number: int, layout: Any) -> None:
     assert max(d_q, d_k) < of_scores * (1.5 if sizes[2] == 1 else 1)
     assert d_v < of_values * (1.5 if sizes[2] == 1 else 1)
     assert all(error < 0.02 for error in d_sinks)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("number", [i for i, case in enumerate(CASES) if case[0] == "flash"])
+def test_flash_attn_4(number: int, layout: Any) -> None:
+    """In the place of PyTorch's flash attention."""
+    _, kind, sizes, B, options = CASES[number]
+    qkvd = inputs(kind, *sizes, B=B)
+    assert dense.backward_kernel(dense_problem(*qkvd[:3], **options)).name == "flash_attn_4"
+    d_q, d_k, d_v = errors(gradients(qkvd, layout, **options), exact_gradients(*qkvd, **options))
+    # One query is no mean of errors.
+    assert max(d_q, d_k) < 0.033 * (1.5 if sizes[2] == 1 else 1)
+    assert d_v < 0.013 * (1.5 if sizes[2] == 1 else 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": (100, 0)}])
+def test_flash_attn_4_takes_a_gradient_of_lse(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, d_out = (x.cuda() for x in inputs("biased_k", 4, 2, 500, 500, 64, B=2))
+
+    def of_both() -> list[torch.Tensor]:
+        given = [x.detach().requires_grad_() for x in (q, k, v)]
+        out, lse = ha.attention(*given, return_lse=True, **options)
+        return list(torch.autograd.grad([out, lse], given, [d_out, torch.cos(lse.detach())]))
+
+    found = of_both()
+    monkeypatch.setattr("helion_attn.backward.kernels.why_chunked", lambda case: "the test asks for it")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SlowerWarning)
+        expected = of_both()
+    assert max(errors(found, [x.double() for x in expected])) < 0.008
+
+
+def test_flash_attn_4_takes_packed_sequences() -> None:
+    test_packed_sequences()
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 0)}])

@@ -1,0 +1,73 @@
+"""The backward kernel of the package flash-attn-4, where it is installed: also for a gradient of lse and other D_v.
+
+The function is private there. So one version is called, that of the extra `training`, and no other.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from helion_attn.options import ScoreOptions
+
+#: The version whose function this calls.
+VERSION = "4.0.0b36"
+
+#: Head dims that it has on Hopper.
+MAX_D, STEP_D = 256, 8
+
+
+@functools.cache
+def is_here() -> bool:
+    """Whether the package is installed in the version that is known."""
+    try:
+        return version("flash-attn-4") == VERSION
+    except PackageNotFoundError:
+        return False
+
+
+def takes(D: int, D_v: int) -> bool:
+    """Whether it is here, and has these head dims."""
+    return is_here() and all(d <= MAX_D and d % STEP_D == 0 for d in (D, D_v))
+
+
+def run(
+    d_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scores: ScoreOptions,
+    d_lse: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dQ, dK and dV of tensors [B, S, heads, D], or of packed sequences [tokens, heads, D].
+
+    Args:
+        d_out: 16 bits, as all but lse and its gradient.
+        q: queries.
+        k: keys.
+        v: values.
+        out: of the forward pass.
+        lse: fp32 [B, H, M], or [H, tokens].
+        scores: which scores there are; masks are bottom-right.
+        d_lse: gradient of lse, or None.
+        cu_seqlens_q: int32 [sequences + 1], of packed sequences. Launches are sized for one that has all tokens.
+        cu_seqlens_k: of the keys.
+    """
+    from flash_attn.cute.interface import _flash_attn_bwd  # type: ignore[import-not-found]
+
+    is_causal = scores.right == 0
+    # An edge further away hides nothing, and might not fit 32 bits.
+    left = min(scores.left, k.size(-3)) if scores.left >= 0 else None
+    right = min(scores.right, q.size(-3)) if scores.right > 0 else None
+    dq, dk, dv, *_ = _flash_attn_bwd(
+        q, k, v, out, d_out, lse.contiguous(), softmax_scale=scores.scale, causal=is_causal, window_size_left=left,
+        window_size_right=right, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, dlse=d_lse,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+    return dq, dk, dv
