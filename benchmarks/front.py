@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from benchmarks import auto, channels, hard, models, sparse, steps
+from benchmarks import auto, channels, hard, models, serving, sparse, steps
 from benchmarks.lib.harness import Loaded, Row
 from benchmarks.lib.masked_peers import FA3_DOCUMENTS
 from benchmarks.lib.suite import Block, Plot
@@ -53,8 +53,11 @@ DRAWN = (steps.WAN_SMALL, steps.WAN_720P, steps.FLUX, steps.LLAMA)
 #: The models in the table of steps: videos, images, prompts. The page of whole calls has others like these.
 STEPS = (
     steps.WAN_SMALL, steps.WAN_480P, steps.WAN_720P, "HunyuanVideo 13B, 960 x 544, 129 frames",
-    steps.FLUX, "Qwen-Image 20B, 1328 x 1328", "Llama 8B, 8k tokens", steps.LLAMA,
+    steps.FLUX, "Llama 8B, 8k tokens", steps.LLAMA,
 )  # fmt: skip
+
+#: The tokens of a step of training.
+TRAINED_LENGTH = 32768
 
 #: The layer that two suites time.
 LAYER = "Wan 2.1 1.3B"
@@ -63,7 +66,7 @@ LAYER = "Wan 2.1 1.3B"
 OTHER_LAYERS = ("CogVideoX", "Llama 70B")
 
 #: Times of a step, by contender.
-STEP_TIMES = {name: LABELS[name] for name in ("sdpa_bf16", "fa3_bf16", "sage2", "balanced")}
+STEP_TIMES = {name: LABELS[name] for name in ("fa3_bf16", "sage2", "balanced")}
 STEP_TIMES |= {"fused": "fused", "masked": "fused, 1/4 of the blocks"}
 
 #: Models by heads, KV heads and mask.
@@ -87,19 +90,66 @@ def headline(loaded: Loaded) -> str | None:
 
 def step_tables(loaded: Loaded) -> list[Table]:
     """Milliseconds of whole steps."""
-    eager, compiled = (steps.by_model(loaded, file) for file in steps.FILES.values())
+    eager = steps.by_model(loaded, "steps")
     body = []
     for model in STEPS:
         if (of_model := eager.get(model)) is None:
             continue
         times = (number(of_model.get(name, {}).get("ms"), ".0f") for name in STEP_TIMES)
-        speeds = [
-            " / ".join(speed_text(steps.speedup(found, name)) for name in steps.BALANCED)
-            for found in (of_model, compiled.get(model, {}))
-        ]
-        body.append([model, *times, *speeds])
-    headers = ["a step of, ms", *STEP_TIMES.values(), "over FA3: BALANCED / fused", "the same, compiled"]
+        speeds = (speed_text(steps.speedup(of_model, name)) for name in steps.BALANCED)
+        body.append([model, *times, " / ".join(speeds)])
+    headers = ["a step of, ms", *STEP_TIMES.values(), "over FA3: BALANCED / fused"]
     return [Table("", headers, body)] if body else []
+
+
+def served(loaded: Loaded) -> str | None:
+    """What a server gains; where none was measured, what attention of new tokens takes."""
+    found = []
+    for N, sequences in ((8192, 64), (32768, 16)):
+        rows = serving.measured(loaded, model=serving.LLAMA, N=N, sequences=sequences, stage="decode")
+        speed = by_impl(rows, "tokens_per_s")
+        over = [ratio(speed.get("helion_attn"), speed.get(impl)) for impl in ("fa3_bf16", "fa3_fp8")]
+        if None not in over:
+            of_bf16, of_fp8 = (speed_text(x) for x in over)
+            found.append(f"{sequences} sequences of {N:,} tokens **{of_bf16} times as fast** as with FA3, {of_fp8} ")
+    if found:
+        return f"{serving.LLAMA} decodes " + ", ".join(f"{x}times as with its FP8 cache" for x in found) + "."
+    cell = by_impl(rows_of(loaded, "decode", stage="kernel", N=8192), "ms")
+    ms = [number(cell.get(impl), ".2f") for impl in ("helion_attn", "fa3_bf16", "fa3_fp8")]
+    if "helion_attn" not in cell:
+        return None
+    return (
+        f"Attention of 64 new tokens to 8,192 keys each takes **{ms[0]} ms** in a layer of Llama 70B; FA3 takes "
+        f"{ms[1]} in bf16 and {ms[2]} in FP8."
+    )
+
+
+def filmed(loaded: Loaded) -> str | None:
+    """What fusing makes of a step of video."""
+    eager = steps.by_model(loaded, "steps")
+    found = {model: steps.speedup(eager.get(model, {}), "fused") for model in (steps.WAN_SMALL, steps.WAN_720P)}
+    if None in found.values():
+        return None
+    small, large = (speed_text(speed) for speed in found.values())
+    return f"A step at 720p is **{small} times as fast** as with FA3 with Wan 2.1 1.3B and {large} with 14B, eager."
+
+
+def trained(loaded: Loaded) -> str | None:
+    """What both passes gain over PyTorch's own call, and hold in between."""
+    speeds, held = [], []
+    for row in rows_of(loaded, "training", stage="both", impl="helion_attn", recipe="balanced"):
+        same = {name: row[name] for name in ("D", "N", "causal")}
+        peers = rows_of(loaded, "training", stage="both", impl="sdpa_bf16", **same)
+        if row["N"] == TRAINED_LENGTH and row.get("ms") and peers:
+            speeds.append(peers[0]["ms"] / row["ms"])
+            held.append(row["bytes_held"] / peers[0]["bytes_held"])
+    if not speeds:
+        return None
+    return (
+        f"Forward and backward of {TRAINED_LENGTH:,} tokens are {speed_text(min(speeds))} to "
+        f"**{speed_text(max(speeds))} times as fast** as PyTorch's bf16 call, and hold {number(max(held), '.2f')} of "
+        "its memory in between."
+    )
 
 
 def crossovers(loaded: Loaded) -> str | None:
@@ -182,15 +232,14 @@ def error_tables(loaded: Loaded) -> list[Table]:
     times |= {impl: 1 / speed for impl, speed in over_balanced(cell).items()}
     body = [
         [
-            LABELS[name],
-            bits,
+            f"{LABELS[name]} ({bits})",
             *(error_text(of.get(name)) for of in errors),
             lost.get(name, "-"),
             number(times.get(name), ".2f"),
         ]
         for name, bits in BITS.items()
     ]
-    headers = ["preset or peer", "in 8 bits", "N(0, 1)", *columns, "perplexity", "time"]
+    headers = ["preset or peer (what has 8 bits)", "N(0, 1)", *columns, "perplexity", "time"]
     return [Table("", headers, body)] if inputs else []
 
 
@@ -294,8 +343,11 @@ BLOCKS = {
         sentence=headline,
         shown=None,
     ),
+    "door_serve": Block("decode", no_tables, sentence=served, beside=("vllm",), shown=None),
+    "door_video": Block("steps", no_tables, sentence=filmed, shown=None),
+    "door_train": Block("training", no_tables, sentence=trained, shown=None),
     "front_layers": Block("models", layer_tables, sentence=crossovers, beside=("auto", "sparse"), shown=None),
-    "front_steps": Block("steps", step_tables, beside=("steps_compiled",), shown=None),
+    "front_steps": Block("steps", step_tables, shown=None),
     "front_errors": Block(
         "hard", error_tables, beside=("channels", "accuracy", "ladder", "language_model", "attention"), shown=None
     ),

@@ -211,10 +211,10 @@ def block_markdown(name: str, loaded: Loaded, folder: str) -> str | None:
     block = BLOCKS[name]
     if block.file not in loaded:
         return None
-    tables = block.tables(loaded)
-    if not tables and not block.plots:
+    tables, sentence = block.tables(loaded), block.sentence(loaded)
+    if not tables and not block.plots and sentence is None:
         return None
-    parts = [text for text in [block.sentence(loaded)] if text is not None]
+    parts = [] if sentence is None else [sentence]
     parts += [f"![{plot.alt}]({folder}/{plot.name}.png)" for plot in block.plots]
     parts += [table.markdown() for table in tables[: block.shown]]
     source = brief_caption(block, loaded, "".join(parts))

@@ -160,7 +160,7 @@ def check_five_lines(names: dict[str, Any], printed: str) -> None:
     assert 0.005 < relative_error(names["out"], exact) < 0.06
     assert "BALANCED" in printed
     assert "16 bits" in printed
-    assert len([line for line in snippets(README)["Five lines"].splitlines() if line]) == 5
+    assert len([line for line in snippets(README)["Call it, or train with it"].splitlines() if line]) == 5
 
 
 def check_which_recipe(names: dict[str, Any], printed: str) -> None:
@@ -198,7 +198,7 @@ def check_training(names: dict[str, Any], printed: str) -> None:
 
 #: What holds of the names that a snippet leaves, and of what it prints.
 CHECKED: dict[tuple[str, str], Callable[[dict[str, Any], str], None]] = {
-    ("README.md", "Five lines"): check_five_lines,
+    ("README.md", "Call it, or train with it"): check_five_lines,
     ("docs/accuracy.md", "Check your tensors"): check_which_recipe,
     ("docs/distributed.md", "Example"): check_distributed,
     ("docs/masks.md", "An example"): check_masks,

@@ -40,5 +40,5 @@ def test_every_link_resolves(metadata: Metadata) -> None:
 
 def test_relative_links_are_found() -> None:
     """So the test above can fail."""
-    assert {"docs/masks.md", "#integrations"} <= set(targets(README))
+    assert {"docs/masks.md", "comfyui/README.md"} <= set(targets(README))
     assert targets('![](a.png)\n[a]: b.md\n<img src="c.png"> <a href=d.md>') == ["a.png", "b.md", "c.png", "d.md"]
