@@ -40,6 +40,7 @@ demo: $(STAMP).examples
 	$(BIN)/python examples/real_model.py
 	$(BIN)/python examples/long_context.py --nproc 2 --device cpu
 	$(BIN)/python examples/finetune.py --tiny
+	$(BIN)/python examples/video.py
 
 # 93 MB of weights.
 language-model: $(STAMP).language-model

@@ -52,7 +52,7 @@ DRAWN = (steps.WAN_SMALL, steps.WAN_720P, steps.FLUX, steps.LLAMA)
 
 #: The models in the table of steps: videos, images, prompts. The page of whole calls has others like these.
 STEPS = (
-    steps.WAN_SMALL, steps.WAN_480P, steps.WAN_720P, "HunyuanVideo 13B, 960 x 544, 129 frames",
+    steps.WAN_SMALL, steps.WAN_720P, "HunyuanVideo 13B, 960 x 544, 129 frames",
     steps.FLUX, "Llama 8B, 8k tokens", steps.LLAMA,
 )  # fmt: skip
 
@@ -119,8 +119,8 @@ def served(loaded: Loaded) -> str | None:
     if "helion_attn" not in cell:
         return None
     return (
-        f"Attention of 64 new tokens to 8,192 keys each takes **{ms[0]} ms** in a layer of Llama 70B; FA3 takes "
-        f"{ms[1]} in bf16 and {ms[2]} in FP8."
+        f"With 64 sequences of 8,192 keys and Llama 70B's heads, attention of a new token each takes **{ms[0]} ms**; "
+        f"FA3 takes {ms[1]} in bf16 and {ms[2]} in FP8."
     )
 
 
@@ -131,7 +131,10 @@ def filmed(loaded: Loaded) -> str | None:
     if None in found.values():
         return None
     small, large = (speed_text(speed) for speed in found.values())
-    return f"A step at 720p is **{small} times as fast** as with FA3 with Wan 2.1 1.3B and {large} with 14B, eager."
+    return (
+        f"Fused with norms and RoPE, a step of Wan 2.1 at 720p, 81 frames, is **{small} times as fast** as with FA3 "
+        f"(1.3B), or {large} times (14B)."
+    )
 
 
 def trained(loaded: Loaded) -> str | None:
@@ -146,9 +149,9 @@ def trained(loaded: Loaded) -> str | None:
     if not speeds:
         return None
     return (
-        f"Forward and backward of {TRAINED_LENGTH:,} tokens are {speed_text(min(speeds))} to "
-        f"**{speed_text(max(speeds))} times as fast** as PyTorch's bf16 call, and hold {number(max(held), '.2f')} of "
-        "its memory in between."
+        f"A forward and backward pass of {TRAINED_LENGTH:,} tokens is {speed_text(min(speeds))} to "
+        f"**{speed_text(max(speeds))} times as fast** as PyTorch's bf16 attention, by head dim and mask, and keeps at "
+        f"most {number(max(held), '.2f')} of its memory for the backward pass."
     )
 
 
@@ -163,7 +166,8 @@ def crossovers(loaded: Loaded) -> str | None:
     taken = f"all layers below but {', '.join(in_bf16)}" if in_bf16 else "all layers below"
     return (
         f"8 bits become faster than PyTorch's bf16 attention at a length between {min(lengths)} and {max(lengths)}, by "
-        f"head dim, mask and heads (8 or more). `auto` goes by that, not by FA3: BALANCED for {taken}.{apart(loaded)}"
+        f"head dim, mask and heads (8 or more). `auto` goes by that, not by FA3: it takes BALANCED for "
+        f"{taken}.{apart(loaded)}"
     )
 
 
@@ -184,8 +188,8 @@ def apart(loaded: Loaded) -> str:
     least, most = (number(ms, ".0f") for ms in ends)
     slow, fast = (speed_text(ms / ours[0]) for ms in ends)
     return (
-        f" Power caps clocks: FA3 takes {least} to {most} ms for {LAYER}, by what runs before it: a speed-up of {slow} "
-        f"to {fast}."
+        f" FA3's clocks depend on what ran before: it takes {least} to {most} ms for {LAYER}, a speed-up of {slow} to "
+        f"{fast}."
     )
 
 

@@ -329,7 +329,7 @@ def test_every_block_is_in_a_document_and_its_tables_on_a_page(results: Loaded) 
 
 def test_the_door_to_a_server_says_what_was_measured(results: Loaded) -> None:
     """Tokens a second of a server, or until there are any attention's time."""
-    assert "Attention of 64 new tokens" in str(front.served({**results, "vllm": {"rows": []}}))
+    assert "64 sequences of 8,192 keys" in str(front.served({**results, "vllm": {"rows": []}}))
     model, rows = serving.LLAMA, []
     for impl, speed in (("helion_attn", 300.0), ("fa3_bf16", 200.0), ("fa3_fp8", 240.0)):
         row = {"impl": impl, "model": model, "N": 8192, "sequences": 64, "stage": "decode", "tokens_per_s": speed}
