@@ -148,8 +148,11 @@ def test_limits() -> None:
 
 
 @pytest.mark.parametrize("splits", [None, 3])
-def test_a_query_is_the_same_whatever_lengths_others_have(splits: int | None, device: str) -> None:
+def test_a_query_is_the_same_whatever_lengths_others_have(
+    splits: int | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of fixed splits in bits, otherwise but for the order of sums."""
+    monkeypatch.setattr("helion_attn.ops.kv_cache.sm_count", lambda x: SMS)
     torch.manual_seed(0)
     cache = ha.paged_kv_cache(40, 2, 64, device=device)
     table = torch.arange(40, dtype=torch.int32, device=device).view(2, 20)
@@ -166,3 +169,31 @@ def test_a_query_is_the_same_whatever_lengths_others_have(splits: int | None, de
             torch.testing.assert_close(out, outs[0], rtol=1e-2, atol=2e-3)
         else:
             assert torch.equal(out, outs[0])
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_a_sequence_of_one_split_has_the_bits_of_one(layout: Any, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its program writes the output and lse, with what a sink and a mean of K add; others' are merged."""
+    monkeypatch.setattr("helion_attn.ops.kv_cache.sm_count", lambda x: SMS)
+    torch.manual_seed(0)
+    mean = torch.randn(2, 64, device=device)
+    cache = ha.paged_kv_cache(40, 2, 64, k_mean=mean, device=device)
+    table = torch.arange(40, dtype=torch.int32, device=device).view(2, 20)
+    k, v = torch.randn(2, 2, 2, 20 * PAGE, 64, dtype=torch.bfloat16, device=device).unbind(0)
+    ha.append_kvcache(cache, k + mean[:, None].bfloat16(), v, table, torch.zeros(2, dtype=torch.int32, device=device))
+    q = torch.randn(2, 4, 1, 64, dtype=torch.bfloat16, device=device)
+    q = q.transpose(1, 2) if layout == "bshd" else q
+    lengths = torch.tensor([3 * PAGE, 20 * PAGE], dtype=torch.int32, device=device)
+    sinks = torch.tensor([2.0, 0.0, float("-inf"), 1.0], device=device)
+
+    def run(splits: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        options: dict[str, Any] = {"sinks": sinks, "return_lse": True, "layout": layout, "out_dtype": torch.float32}
+        return ha.attention_kvcache(q, cache, table, lengths, num_splits=splits, **options)
+
+    (out, lse), (of_one, lse_of_one) = run(None), run(1)
+    assert torch.equal(out[0], of_one[0])
+    assert torch.equal(lse[0], lse_of_one[0])
+    torch.testing.assert_close(out[1], of_one[1], rtol=2e-2, atol=4e-3)
+    torch.testing.assert_close(lse[1], lse_of_one[1], rtol=1e-3, atol=1e-3)
+    # It has several.
+    assert not torch.equal(out[1], of_one[1])
