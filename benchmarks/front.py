@@ -52,8 +52,8 @@ DRAWN = (steps.WAN_SMALL, steps.WAN_720P, steps.FLUX, steps.LLAMA)
 
 #: The models in the table of steps: videos, images, prompts. The page of whole calls has others like these.
 STEPS = (
-    steps.WAN_SMALL, steps.WAN_720P, "HunyuanVideo 13B, 960 x 544, 129 frames",
-    steps.FLUX, "Llama 8B, 8k tokens", steps.LLAMA,
+    steps.WAN_SMALL, steps.WAN_720P, steps.H3_10S.name, "HunyuanVideo 13B, 960 x 544, 129 frames", steps.FLUX,
+    steps.LLAMA,
 )  # fmt: skip
 
 #: The tokens of a step of training.
@@ -90,7 +90,7 @@ def headline(loaded: Loaded) -> str | None:
 
 def step_tables(loaded: Loaded) -> list[Table]:
     """Milliseconds of whole steps."""
-    eager = steps.by_model(loaded, "steps")
+    eager = {model: rows for file in steps.EAGER for model, rows in steps.by_model(loaded, file).items()}
     body = []
     for model in STEPS:
         if (of_model := eager.get(model)) is None:
@@ -351,7 +351,7 @@ BLOCKS = {
     "door_video": Block("steps", no_tables, sentence=filmed, shown=None),
     "door_train": Block("training", no_tables, sentence=trained, shown=None),
     "front_layers": Block("models", layer_tables, sentence=crossovers, beside=("auto", "sparse"), shown=None),
-    "front_steps": Block("steps", step_tables, shown=None),
+    "front_steps": Block("steps", step_tables, beside=("steps_h3",), shown=None),
     "front_errors": Block(
         "hard", error_tables, beside=("channels", "accuracy", "ladder", "language_model", "attention"), shown=None
     ),

@@ -1,10 +1,12 @@
-"""Suites `steps` and `steps_compiled`: one forward pass of whole transformers, by attention.
+"""Suites `steps`, `steps_h3` and `steps_compiled`: one forward pass of whole transformers, by attention.
 
     python benchmarks/attention.py --suite steps
+    python benchmarks/attention.py --suite steps_h3
     python benchmarks/attention.py --suite steps_compiled
 
 A denoising step of diffusers' models, and a prefill of transformers', at a batch of one. Weights are random numbers in
 bf16, made on the GPU. `steps` runs eager: a step's time, what of it is attention, and the memory at its peak.
+`steps_h3` has MiniMax-H3, whose steps are long.
 `steps_compiled` compiles the repeated blocks with `torch.compile`, inside of which nothing is timed; no language model
 keeps a cache there.
 
@@ -350,13 +352,12 @@ MODELS: tuple[Model, ...] = (
     Model("LTX-Video 2B, 1216 x 704, 121 frames", ltx, {}, (16, 22, 38), 256, (32, 32), 64, can_fuse=False),
     Model("Qwen-Image 20B, 1328 x 1328", qwen_image, {}, (83, 83), 512),
     Model("HunyuanVideo 13B, 960 x 544, 129 frames", hunyuan, {}, (33, 68, 120), 256, tiles=_544P_TILES),
-    H3_10S,
-    H3_5S,
-    H3_15S,
     Model("HunyuanVideo 1.5 8B, 832 x 480, 121 frames", hunyuan15, {}, (31, 30, 52), 1024, (16, 16)),
     Model("FLUX.2 32B, 1024 x 1024", flux2, {}, (64, 64), 512, (48, 48)),
     Model("Z-Image 6B, 1024 x 1024", z_image, {}, (64, 64), 512, (30, 30)),
 )
+
+H3_MODELS = H3_10S, H3_5S, H3_15S
 
 _TINY_DIFFUSION = {"num_attention_heads": 1, "attention_head_dim": 64, "num_layers": 1}
 _TINY_AXES = {"axes_dims_rope": (16, 24, 24), "joint_attention_dim": 32}
@@ -418,11 +419,11 @@ DRY: tuple[Model, ...] = (
     Model("LTX-Video", ltx, _TINY_LTX, (2, 4, 4), 8, (1, 1), 64, can_fuse=False),
     Model("Qwen-Image", qwen_image, _TINY_DIFFUSION | _TINY_AXES, (4, 4), 8, (1, 1), 64),
     Model("HunyuanVideo", hunyuan, _TINY_HUNYUAN, (2, 4, 4), 8, (1, 1), 64, tiles=((1, 2, 2), (1, 1, 1))),
-    Model("MiniMax-H3", minimax_h3, _TINY_H3, (2, 4, 4), 8, (1, 1), 64, tiles=((1, 2, 2), (1, 1, 1)), sound=3),
     Model("HunyuanVideo 1.5", hunyuan15, _TINY_HUNYUAN15, (2, 4, 4), 8, (1, 1), 64),
     Model("FLUX.2", flux2, _TINY_FLUX2, (4, 4), 8, (1, 1), 64),
     Model("Z-Image", z_image, _TINY_Z_IMAGE, (4, 4), 8, (1, 1), 64),
 )
+DRY_H3 = (Model("MiniMax-H3", minimax_h3, _TINY_H3, (2, 4, 4), 8, (1, 1), 64, tiles=((1, 2, 2), (1, 1, 1)), sound=3),)
 
 
 @contextlib.contextmanager
@@ -833,9 +834,10 @@ def update(rows: dict[str, Row], measured: dict[str, list[Measured]]) -> None:
         }
 
 
-def run(options: Options, results: Results, compiled: bool = False) -> None:
+def run(options: Options, results: Results, compiled: bool = False, h3: bool = False) -> None:
     """All models whose library is installed, one after the other."""
-    models = DRY if options.device.type == "cpu" else MODELS
+    dry, whole = (DRY_H3, H3_MODELS) if h3 else (DRY, MODELS)
+    models = dry if options.device.type == "cpu" else whole
     if compiled:
         models = models[:2] if models is DRY else models
     if options.quick:
@@ -857,7 +859,8 @@ def run(options: Options, results: Results, compiled: bool = False) -> None:
 # --- tables, plot and bounds ----------------------------------------------------------------------
 
 #: The result files, by how models run.
-FILES = {"eager": "steps", "compiled": "steps_compiled"}
+FILES = {"eager": "steps", "MiniMax-H3, eager": "steps_h3", "compiled": "steps_compiled"}
+EAGER = [file for how, file in FILES.items() if how != "compiled"]
 
 
 def by_model(loaded: Loaded, file: str) -> dict[str, dict[str, Row]]:
@@ -893,7 +896,7 @@ def tables(loaded: Loaded) -> list[Table]:
         if body:
             found.append(Table(f"Time of a step, ms, {how}", headers, body))
     body = []
-    for model, of_model in by_model(loaded, FILES["eager"]).items():
+    for model, of_model in (item for file in EAGER for item in by_model(loaded, file).items()):
         for name, row in sorted(of_model.items(), key=lambda item: CONTENDERS.index(item[0])):
             share, peak = ratio(row["attention_ms"], row["ms"]), row["peak_memory"]
             error = "-" if name == "sdpa_bf16" else error_text(row["error_total"])
@@ -917,7 +920,7 @@ DRAWN = ("sdpa_bf16", "fa3_bf16", "sage2", "balanced", "fused", "masked")
 def plot(loaded: Loaded, models: Container[str] | None = None) -> Figure | None:
     """Attention and the rest of a step, over FA3's step; of all models or of some."""
     groups: dict[str, dict[str, tuple[float, float]]] = {}
-    for model, of_model in by_model(loaded, FILES["eager"]).items():
+    for model, of_model in by_model(loaded, "steps").items():
         if "fa3_bf16" not in of_model or (models is not None and model not in models):
             continue
         whole = of_model["fa3_bf16"]["ms"]
@@ -948,11 +951,11 @@ def checks(loaded: Loaded) -> list[Check]:
     for how, file in FILES.items():
         for model in by_model(loaded, file):
             promise, cell, bound = f"a step, {how}, plain or fused", model, OTHER_BOUND
-            if how == "eager" and model in BOUNDS:
+            if file in EAGER and model in BOUNDS:
                 promise, cell, bound = f"a step of {model}, plain or fused", "", BOUNDS[model]
             faster = judged(loaded, file, model, *BALANCED)
             found.append(Check(f"{promise}, speed / FA3's", cell, faster, bound, at_least=True))
-            if how == "eager" and model in MASKED_BOUNDS:
+            if file in EAGER and model in MASKED_BOUNDS:
                 name = f"a step of {model}, a quarter of the blocks, speed / FA3's"
                 faster = judged(loaded, file, model, "masked")
                 found.append(Check(name, "", faster, MASKED_BOUNDS[model], at_least=True))
@@ -960,5 +963,6 @@ def checks(loaded: Loaded) -> list[Check]:
 
 
 PLOT = Plot("steps", "A step's time, attention and the rest, over FlashAttention-3's", plot)
-SUITE = Suite("steps", run, {"steps": Block("steps", tables, (PLOT,), beside=("steps_compiled",))})
+SUITE = Suite("steps", run, {"steps": Block("steps", tables, (PLOT,), beside=("steps_h3", "steps_compiled"))})
+H3_SUITE = Suite("steps_h3", functools.partial(run, h3=True))
 COMPILED_SUITE = Suite("steps_compiled", functools.partial(run, compiled=True))
