@@ -1,4 +1,4 @@
-"""The backward kernel of the package flash-attn-4, where it is installed: also for a gradient of lse and other D_v.
+"""The backward kernel of the package flash-attn-4, where it is installed: also for a gradient of lse.
 
 The function is private there. So one version is called, that of the extra `training`, and no other.
 """
@@ -15,8 +15,9 @@ from helion_attn.options import ScoreOptions
 #: The version whose function this calls.
 VERSION = "4.0.0b36"
 
-#: Head dims that it has on Hopper.
-MAX_D, STEP_D = 256, 8
+#: Head dims that are called. With others its accumulators are read in another layout than they are written in, and D_v
+#: unlike D raises with groups of heads, or has no room in shared memory.
+MAX_D, STEP_D = 256, 32
 
 
 @functools.cache
@@ -29,8 +30,8 @@ def is_here() -> bool:
 
 
 def takes(D: int, D_v: int) -> bool:
-    """Whether it is here, and has these head dims."""
-    return is_here() and all(d <= MAX_D and d % STEP_D == 0 for d in (D, D_v))
+    """Whether it is here, and is right with these head dims."""
+    return is_here() and D_v == D <= MAX_D and D % STEP_D == 0
 
 
 def run(

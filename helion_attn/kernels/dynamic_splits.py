@@ -58,6 +58,7 @@ class DynamicSplitsSpec(NamedTuple):
 
 def splits_of_fastest(
     pages: torch.Tensor,  # [sequences]
+    most_splits: int,
     all_splits: int,
     most_rounds: int,
     programs: int,
@@ -73,6 +74,8 @@ def splits_of_fastest(
     rate = torch.clamp_max((half_rounds * resident).to(torch.float32) / work, 1.0 / MIN_PAGES)
     # [candidates, sequences]. What divides evenly shall do so.
     tried = (pages.to(torch.float32).unsqueeze(0) * rate.unsqueeze(1) + 0.001).to(torch.int32)
+    # A sequence may have more pages than the host knows of. Of half a round there is room for all.
+    tried = torch.clamp_max(tried, int32(most_splits))
     tried = torch.maximum(tried, (pages > 0).to(torch.int32).unsqueeze(0))
     longest = torch.amax(pages.to(torch.float32).unsqueeze(0) / torch.clamp_min(tried, 1).to(torch.float32), 1)
     # [candidates]
@@ -133,7 +136,9 @@ def dynamic_splits(
         pages = pages * has_queries
         splits = has_queries * int32(most_splits)
         if not spec.is_fixed:
-            splits = splits_of_fastest(pages, all_splits, most_rounds, programs, multiprocessors, ctas_per_sm)
+            splits = splits_of_fastest(
+                pages, most_splits, all_splits, most_rounds, programs, multiprocessors, ctas_per_sm
+            )
         # Pages of a split, [sequences].
         size = pages.to(torch.float32) / torch.clamp_min(splits, 1).to(torch.float32)
         longest = torch.amax(size, 0)

@@ -320,10 +320,18 @@ def test_which_kernel(name: str, options: dict[str, Any], changed: dict[str, Any
 def test_which_kernel_beside_flash_attn_4(
     name: str, options: dict[str, Any], changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes what PyTorch's flash attention does, D_v unlike D and a gradient of lse; cuDNN keeps its own."""
+    """It takes what PyTorch's flash attention does, and a gradient of lse; cuDNN keeps its own."""
     monkeypatch.setattr(flash_attn_4, "is_here", lambda: True)
-    taken = name == "flash" or changed in ({"D_v": 64}, {"has_lse_gradient": True})
+    taken = name == "flash" or changed == {"has_lse_gradient": True}
     assert chosen(options, changed).name == ("flash_attn_4" if taken else name)
+
+
+@pytest.mark.parametrize("D", [8, 40, 72, 80, 104, 264])
+def test_head_dims_that_flash_attn_4_gets_wrong(D: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_attn_4, "is_here", lambda: True)
+    name = "flash" if D <= kernels.FLASH_D else "chunked"
+    assert chosen({"window": (100, 0)}, {"D": D, "D_v": D}).name == name
+    assert chosen({}, {"D": D, "D_v": D, "has_lse_gradient": True}).name == "chunked"
 
 
 @pytest.mark.parametrize(("version", "name"), [(None, "flash"), (90900, "flash"), (91000, "cudnn")])

@@ -11,7 +11,7 @@ import torch
 
 import helion_attn as ha
 from helion_attn.api import dense_problem
-from helion_attn.backward import dense, flash_attn_4
+from helion_attn.backward import dense, flash_attn_4, kernels
 from helion_attn.compiler.slower import SlowerWarning, warn_slower
 from helpers.gradients import Tensors, errors, exact_gradients, inputs
 
@@ -48,6 +48,9 @@ def without_flash_attn_4(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
         monkeypatch.setattr(flash_attn_4, "is_here", lambda: False)
     elif not flash_attn_4.is_here():
         pytest.skip(f"needs flash-attn-4=={flash_attn_4.VERSION}")
+    else:
+        monkeypatch.setattr(kernels, "_flash", None)
+        monkeypatch.setattr(kernels, "cudnn", None)
 
 
 def gradients(qkvd: Tensors, layout: Any = "bhsd", **options: Any) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import helion_attn as ha
@@ -15,6 +15,7 @@ from helion_attn import plans
 from helion_attn.configs.scheduling import BATCH_ROUNDS, MIN_PAGES, SplitLimits, split_limits
 from helion_attn.kernels import dynamic_splits
 from helion_attn.problem import PackedBatch
+from helion_attn.testing import relative_error
 
 #: Of an H200, with two programs an SM.
 SMS, CTAS_PER_SM = 132, 2
@@ -43,13 +44,14 @@ def splits_of(
     left: int = -1,
     queries: list[int] | None = None,
     most_queries: int = 1,
+    known_pages: int | None = None,
 ) -> tuple[list[int], SplitLimits]:
-    """Each sequence's splits. `queries`: of a packed batch."""
+    """Each sequence's splits. `queries`: of a packed batch; `known_pages`: what the host takes for the longest."""
     a, batch = arguments(lengths, max_pages, device, left), None
     if queries is not None:
         cu_seqlens = torch.nn.functional.pad(torch.tensor(queries, device=device).cumsum(0), (1, 0)).to(torch.int32)
         batch = PackedBatch(cu_seqlens, max(queries), most_queries, few=True)
-    limits = split_limits(len(lengths), heads, max_pages, splits, SMS, CTAS_PER_SM)
+    limits = split_limits(len(lengths), heads, known_pages or max_pages, splits, SMS, CTAS_PER_SM)
     with plans.plain_kernels(a.cache_seqlens):
         lists = dynamic_splits.launch(a, limits, heads, batch)
     found, first, whose = (x.tolist() for x in (lists.own_splits, lists.first_split, lists.sequence_of_split))
@@ -120,15 +122,28 @@ def test_a_length_that_the_table_cannot_have_counts_as_a_page_or_as_all(device: 
     assert min(found) >= 1
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=40)
 @given(
     lengths=st.lists(st.integers(0, 200_000), min_size=1, max_size=130),
     heads=st.integers(1, 300),
     max_pages=st.integers(1, 2000),
+    known_pages=st.none() | st.integers(1, 60),
+    left=st.just(-1) | st.integers(0, 10_000),
 )
-def test_all_splits_have_a_program(lengths: list[int], heads: int, max_pages: int) -> None:
-    """No more than the launch has room for, and none of fewer than `MIN_PAGES` pages, but for one of all."""
-    found, limits = splits_of(lengths, "cpu", heads=heads, max_pages=max_pages)
+@example(lengths=[131072], heads=8, max_pages=1024, known_pages=8, left=-1)
+@example(lengths=[8192, 8192], heads=8, max_pages=64, known_pages=11, left=1279)
+def test_all_splits_have_a_program(
+    lengths: list[int], heads: int, max_pages: int, known_pages: int | None, left: int
+) -> None:
+    """No more than the launch has room for, whatever the host knows; none of fewer than `MIN_PAGES` pages, but one."""
+    found, limits = splits_of(
+        lengths,
+        "cpu",
+        heads=heads,
+        max_pages=max_pages,
+        known_pages=min(known_pages or max_pages, max_pages),
+        left=left,
+    )
     for length, splits in zip(lengths, found, strict=True):
         pages = min(length // PAGE + 1, max_pages)
         assert 1 <= splits <= max(1, min(pages // MIN_PAGES, limits.most_splits))
@@ -197,3 +212,31 @@ def test_a_sequence_of_one_split_has_the_bits_of_one(layout: Any, device: str, m
     torch.testing.assert_close(lse[1], lse_of_one[1], rtol=1e-3, atol=1e-3)
     # It has several.
     assert not torch.equal(out[1], of_one[1])
+
+
+@pytest.mark.parametrize("window", [None, (1279, 0), (1280, 0), (1791, 0)])
+def test_windows_and_sequences_longer_than_the_host_knows(
+    window: tuple[int, int] | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window and the last key may lie in a page more than the host counts; `max_seqlen_k` may be too small."""
+    monkeypatch.setattr("helion_attn.ops.kv_cache.sm_count", lambda x: SMS)
+    torch.manual_seed(0)
+    cache = ha.paged_kv_cache(20, 2, 64, device=device)
+    table = torch.arange(20, dtype=torch.int32, device=device).view(1, 20)
+    k, v = torch.randn(2, 1, 2, 20 * PAGE, 64, dtype=torch.bfloat16, device=device).unbind(0)
+    ha.append_kvcache(cache, k, v, table, torch.zeros(1, dtype=torch.int32, device=device))
+    q = torch.randn(1, 2, 64, dtype=torch.bfloat16, device=device)
+    cu_seqlens = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    for keys in (1407, 1408, 2048, 2300):
+        lengths = torch.tensor([keys], dtype=torch.int32, device=device)
+        for known in (1024, keys):
+            outs = []
+            for splits in (None, 1):
+                options: dict[str, Any] = {"max_seqlen_k": known, "num_splits": splits, "window": window}
+                outs.append(ha.kv_cache.step(q, None, None, cache, cu_seqlens, table, lengths, **options))
+            assert relative_error(*outs) < 0.02, (keys, known)
+        outs = [
+            ha.attention_kvcache(q[:, :, None], cache, table, lengths, num_splits=splits, window=window)
+            for splits in (None, 1)
+        ]
+        assert relative_error(*outs) < 0.02, keys
