@@ -110,7 +110,7 @@ def cases() -> dict[str, Compile]:
             f"decode masked D{D}": partial(offline.compile_decode, D, D, 64, 4, 2, masked=True),
             f"prefill D{D}": partial(offline.compile_decode, D, D, 64, 16, 1),
             f"decode open D{D}": partial(offline.compile_decode, D, D, 64, 1, 1, recipe=ha.BALANCED, open_pages=True),
-            f"step D{D}": partial(offline.compile_step, D, 64, 2112, 65, 1),
+            f"step D{D}": partial(offline.compile_step, D, 64, 2112, 65, None),
             f"append D{D}": partial(offline.compile_append, D, torch.bfloat16, interleaved=True),
             f"decode int8 D{D}": partial(offline.compile_decode, D, D, 64, 1, 2, recipe=ha.BALANCED, return_lse=True),
             f"decode int8 masked D{D}": partial(
