@@ -162,17 +162,24 @@ def test_limits() -> None:
     assert (given.most_splits, given.all_splits, given.is_fixed) == (3, 12, True)
 
 
+def filled(sequences: int, device: str, k_mean: torch.Tensor | None = None) -> tuple[ha.PagedKVCache, torch.Tensor]:
+    """A cache with 20 pages of random keys of each sequence, and its block table."""
+    torch.manual_seed(0)
+    cache = ha.paged_kv_cache(20 * sequences, 2, 64, k_mean=k_mean, device=device)
+    table = torch.arange(20 * sequences, dtype=torch.int32, device=device).view(sequences, 20)
+    k, v = torch.randn(2, sequences, 2, 20 * PAGE, 64, dtype=torch.bfloat16, device=device).unbind(0)
+    k = k if k_mean is None else k + k_mean[:, None].bfloat16()
+    ha.append_kvcache(cache, k, v, table, torch.zeros(sequences, dtype=torch.int32, device=device))
+    return cache, table
+
+
 @pytest.mark.parametrize("splits", [None, 3])
 def test_a_query_is_the_same_whatever_lengths_others_have(
     splits: int | None, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of fixed splits in bits, otherwise but for the order of sums."""
     monkeypatch.setattr("helion_attn.ops.kv_cache.sm_count", lambda x: SMS)
-    torch.manual_seed(0)
-    cache = ha.paged_kv_cache(40, 2, 64, device=device)
-    table = torch.arange(40, dtype=torch.int32, device=device).view(2, 20)
-    k, v = torch.randn(2, 2, 2, 20 * PAGE, 64, dtype=torch.bfloat16, device=device).unbind(0)
-    ha.append_kvcache(cache, k, v, table, torch.zeros(2, dtype=torch.int32, device=device))
+    cache, table = filled(2, device)
     q = torch.randn(2, 4, 1, 64, dtype=torch.bfloat16, device=device)
     outs = []
     for other in (1, 5 * PAGE, 20 * PAGE):
@@ -190,12 +197,7 @@ def test_a_query_is_the_same_whatever_lengths_others_have(
 def test_a_sequence_of_one_split_has_the_bits_of_one(layout: Any, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its program writes the output and lse, with what a sink and a mean of K add; others' are merged."""
     monkeypatch.setattr("helion_attn.ops.kv_cache.sm_count", lambda x: SMS)
-    torch.manual_seed(0)
-    mean = torch.randn(2, 64, device=device)
-    cache = ha.paged_kv_cache(40, 2, 64, k_mean=mean, device=device)
-    table = torch.arange(40, dtype=torch.int32, device=device).view(2, 20)
-    k, v = torch.randn(2, 2, 2, 20 * PAGE, 64, dtype=torch.bfloat16, device=device).unbind(0)
-    ha.append_kvcache(cache, k + mean[:, None].bfloat16(), v, table, torch.zeros(2, dtype=torch.int32, device=device))
+    cache, table = filled(2, device, torch.linspace(-2, 2, 64, device=device).expand(2, 64))
     q = torch.randn(2, 4, 1, 64, dtype=torch.bfloat16, device=device)
     q = q.transpose(1, 2) if layout == "bshd" else q
     lengths = torch.tensor([3 * PAGE, 20 * PAGE], dtype=torch.int32, device=device)
@@ -220,11 +222,7 @@ def test_windows_and_sequences_longer_than_the_host_knows(
 ) -> None:
     """A window and the last key may lie in a page more than the host counts; `max_seqlen_k` may be too small."""
     monkeypatch.setattr("helion_attn.ops.kv_cache.sm_count", lambda x: SMS)
-    torch.manual_seed(0)
-    cache = ha.paged_kv_cache(20, 2, 64, device=device)
-    table = torch.arange(20, dtype=torch.int32, device=device).view(1, 20)
-    k, v = torch.randn(2, 1, 2, 20 * PAGE, 64, dtype=torch.bfloat16, device=device).unbind(0)
-    ha.append_kvcache(cache, k, v, table, torch.zeros(1, dtype=torch.int32, device=device))
+    cache, table = filled(1, device)
     q = torch.randn(1, 2, 64, dtype=torch.bfloat16, device=device)
     cu_seqlens = torch.tensor([0, 1], dtype=torch.int32, device=device)
     for keys in (1407, 1408, 2048, 2300):
