@@ -49,12 +49,12 @@ def of_one(
 
 
 def stand_in(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, dout: torch.Tensor, lse: torch.Tensor, *,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, d_out: torch.Tensor, lse: torch.Tensor, *,
     softmax_scale: float, causal: bool, window_size_left: int | None, window_size_right: int | None,
     cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor | None, dlse: torch.Tensor | None,
     deterministic: bool,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    assert {x.dtype for x in (q, k, v, out, dout)} == {q.dtype}
+    assert {x.dtype for x in (q, k, v, out, d_out)} == {q.dtype}
     assert q.dtype.itemsize == 2
     assert lse.dtype == torch.float32
     assert lse.is_contiguous()
@@ -65,13 +65,13 @@ def stand_in(
     if cu_seqlens_q is None or cu_seqlens_k is None:
         for b in range(q.size(0)):
             d_lse = None if dlse is None else dlse[b]
-            for x, y in zip(found, of_one(q[b], k[b], v[b], out[b], dout[b], lse[b], d_lse, **options), strict=True):
+            for x, y in zip(found, of_one(q[b], k[b], v[b], out[b], d_out[b], lse[b], d_lse, **options), strict=True):
                 x[b] = y
     else:
         ends = (itertools.pairwise(x.tolist()) for x in (cu_seqlens_q, cu_seqlens_k))
         for rows, keys in zip(*((slice(*pair) for pair in pairs) for pairs in ends), strict=True):
             d_lse = None if dlse is None else dlse[:, rows]
-            dq, dk, dv = of_one(q[rows], k[keys], v[keys], out[rows], dout[rows], lse[:, rows], d_lse, **options)
+            dq, dk, dv = of_one(q[rows], k[keys], v[keys], out[rows], d_out[rows], lse[:, rows], d_lse, **options)
             found[0][rows], found[1][keys], found[2][keys] = dq, dk, dv
     return tuple(x.to(q.dtype) for x in found)
 
