@@ -188,7 +188,7 @@ class Plan:
 
 
 class Planned(Protocol):
-    """What makes plans: an operation (`ops.declare.Operation`)."""
+    """An operation that makes plans (`ops.declare.Operation`)."""
 
     def plan(self, arguments: Any) -> Plan:
         """Plan the launches for arguments of these layouts."""

@@ -70,8 +70,6 @@ from helion_attn.kernels.lib.paged import (
     closed_pages,
     descales_by_form,
     descales_of_page,
-    empty_partial,
-    flat_results,
     in_open_pages,
     in_split_of_query,
     k_of_page,
@@ -80,7 +78,6 @@ from helion_attn.kernels.lib.paged import (
     line_of_page,
     log2_of_power,
     may_be_wide,
-    merge_partial,
     open_sums,
     own_page_of,
     page_scores,
@@ -156,7 +153,7 @@ def in_order_of_v(p8: torch.Tensor, bn: int, rows: int) -> torch.Tensor:
 def fp8_attn_decode(
     q: torch.Tensor,  # flat
     k8: torch.Tensor,  # [num_pages, H_kv, bn, D_pad], with `d_in_halves` [num_pages, H_kv, 2, bn, D_pad / 2]
-    v8: torch.Tensor,  # [num_pages, H_kv, D_v_pad, bn], with `in_halves` [num_pages, H_kv, 2, D_v_pad / 2, bn]
+    v8: torch.Tensor,  # [num_pages, H_kv, D_v_pad, bn], with `split_v` [num_pages, H_kv, 2, D_v_pad / 2, bn]
     k_descale: torch.Tensor,  # flat
     v_descale: torch.Tensor,  # flat
     open_k8: torch.Tensor,  # as k8, of `open_width` pages a sequence, if has_open_pages
@@ -172,10 +169,8 @@ def fp8_attn_decode(
     sinks: torch.Tensor,  # [H] if has_sinks
     lse_shift: torch.Tensor,  # [B * H * M] if has_lse_shift
     channel_factors: torch.Tensor,  # [factor_rows * D_pad] if equalise
-    out: torch.Tensor,  # [B * H * M, D_v], written
-    lse: torch.Tensor,  # [B * H * M], written
-    partial_out: torch.Tensor,  # [all_splits * H * most_queries, D_v] if is_split_kv, written
-    partial_lse: torch.Tensor,  # [all_splits * H * most_queries] if is_split_kv, written
+    out: torch.Tensor,  # [B * H * M, D_v], of splits [all_splits * H * most_queries, D_v], written
+    lse: torch.Tensor,  # [B * H * M], of splits [all_splits * H * most_queries], written
     page_step: int,  # from a page's descales to the next's, in bytes
     head_step: int,  # of heads
     open_width: int,
@@ -200,8 +195,7 @@ def fp8_attn_decode(
 ) -> None:
     """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`.
 
-    `all_splits` are as many as all sequences may have, or with one each as sequences. What is no split writes nothing,
-    and the only split of a sequence writes `out` and `lse` themselves.
+    `all_splits` are as many as all sequences may have, or with one each as sequences. What is no split writes nothing.
     """
     hl.register_tunable(MAX_REGISTERS, helion.autotuner.IntegerFragment(24, 255, 255))
     # A pool of more than 2**31 elements is read by descriptors only if its dimensions are known to fit 32 bits.
@@ -222,7 +216,7 @@ def fp8_attn_decode(
     hl.specialize((q.stride(0), out.stride(0), out.stride(1), k_descale.stride(0), v_descale.stride(0)))
     hl.specialize((block_table.stride(0), cache_seqlens.stride(0), sinks.stride(0), lse_shift.stride(0)))
     hl.specialize((cu_seqlens.stride(0), sequence_of_split.stride(0), first_split.stride(0), own_splits.stride(0)))
-    hl.specialize((channel_factors.stride(0), partial_out.stride(0), partial_out.stride(1), partial_lse.stride(0)))
+    hl.specialize(channel_factors.stride(0))
 
     for tile_index, at_split in hl.grid([kv_heads * m_tiles, all_splits]):
         h = tile_index // m_tiles
@@ -305,7 +299,7 @@ def fp8_attn_decode(
         l_i = hl.zeros([spec.sum_rows, spec.rows] if spec.p_bits else [4, 4, spec.rows], dtype=torch.float32)
         # [D_v_pad, rows], or each half of it
         acc = hl.zeros([d_v_tile, spec.rows], dtype=torch.float32)
-        if spec.in_halves:
+        if spec.split_v:
             acc_high = hl.zeros([d_v_tile, spec.rows], dtype=torch.float32)
         # A row that is NaN or infinite must not change its neighbours.
         known_scale_log2 = torch.where(q_scale_log2 < float("inf"), q_scale_log2, 0.0)
@@ -322,22 +316,18 @@ def fp8_attn_decode(
         n_closed = torch.minimum(torch.maximum(closed_pages(n_len, drafts, spec), int32(n_begin)), int32(n_end))
         first_entry = int32(b * max_pages)
         entry = hl.load(block_table, [first_entry + imin(n_begin, int32(max_pages - 1))])
-        next_page = page_at_hand(entry, num_pages)[0]
-        next_k, next_v = descales_of_page(k_descale, v_descale, next_page, page_step, h, head_step, spec.is_cuda)
         for j in hl.grid(n_begin, n_closed):
             page, known_page = page_of_entry(entry, num_pages)
-            known_page = page_at_hand(entry, num_pages)[1]
-            page_k, page_v = next_k, next_v
-            # Loaded in the iteration that uses them, an entry and descales would be waited for.
+            page_again, known_page = page_at_hand(entry, num_pages)
+            # Loaded in the iteration that uses it, it would be waited for.
             entry = hl.load(block_table, [first_entry + imin(n_closed - 1, int32(j + 1))])
-            next_page = page_at_hand(entry, num_pages)[0]
-            next_k, next_v = descales_of_page(k_descale, v_descale, next_page, page_step, h, head_step, spec.is_cuda)
             # Nothing stands between the loads, so they have one barrier.
             k_pieces, v_tile = k_of_page(k8, page, h, spec), v_of_page(v8, page, h, 0, 0, spec)
-            if spec.in_halves:
+            if spec.split_v:
                 v_high = v_of_page(v8, page, h, 0, 1, spec)
             # [bn, rows]
             s = products(k_pieces, [q_tile, q_high], bn, spec.rows, spec)
+            page_k, page_v = descales_of_page(k_descale, v_descale, page_again, page_step, h, head_step, spec.is_cuda)
             v_log2 = log2_of_power(page_v)
             row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
             s, scale_log2 = page_scores(s, row_scale_log2 * page_k, shift, scales, 0, spec)
@@ -377,12 +367,12 @@ def fp8_attn_decode(
                 l_i = fma(l_i, alpha.unsqueeze(0), sums_of_page(p, bn, spec.rows) * v_inverse, spec.is_cuda)
                 p8 = in_order_of_v(p.to(torch.float8_e4m3fn), bn, spec.rows)
             acc = accumulate(acc, alpha, v_tile, p8, spec)
-            if spec.in_halves:
+            if spec.split_v:
                 acc_high = accumulate(acc_high, alpha, v_high, p8, spec)
 
         # Or the copies of loops of both kinds would be in the same registers.
         acc = in_new_registers(acc, spec.is_cuda)
-        if spec.in_halves:
+        if spec.split_v:
             acc_high = in_new_registers(acc_high, spec.is_cuda)
         # The pages that remain, as the cache has them, then as `OpenPages` does.
         n_last, n_last_open, slot = int32(n_end) - n_closed, int32(n_end) - n_closed, int32(0)
@@ -446,11 +436,11 @@ def fp8_attn_decode(
             # [D_v_pad, rows], or each half
             if elsewhere > 0:
                 acc = accumulate(acc, alpha, v_of_page(open_v8, slot, h, 0, 0, spec), p8, spec)
-                if spec.in_halves:
+                if spec.split_v:
                     acc_high = accumulate(acc_high, alpha, v_of_page(open_v8, slot, h, 0, 1, spec), p8, spec)
             else:
                 acc = accumulate(acc, alpha, v_of_page(v8, page, h, 0, 0, spec), p8, spec)
-                if spec.in_halves:
+                if spec.split_v:
                     acc_high = accumulate(acc_high, alpha, v_of_page(v8, page, h, 0, 1, spec), p8, spec)
 
         # [rows]
@@ -483,28 +473,20 @@ def fp8_attn_decode(
         lse_rows, out_rows = shift_rows, head * out_head_step + (first_query + i) * out_row_step
         if not spec.batch:
             out_rows = out_rows + b * kv_heads * group * m_len
-        whole = in_range
         if spec.is_split_kv:
-            whole, part = in_range & (splits == 1), in_range & (splits > 1)
-            partial_rows = (int32(at_split) * int32(kv_heads * group) + head) * int32(most_queries) + i
-        in_d = (out_cols < d_out).unsqueeze(0)
-        hl.store(out, [out_rows, out_cols], o.to(out.dtype), extra_mask=whole.unsqueeze(1) & in_d)
-        if spec.is_split_kv:
-            hl.store(partial_out, [partial_rows, out_cols], o, extra_mask=part.unsqueeze(1) & in_d)
-        if spec.in_halves:
+            lse_rows = (int32(at_split) * int32(kv_heads * group) + head) * int32(most_queries) + i
+            out_rows = lse_rows
+        stored = in_range.unsqueeze(1) & (out_cols < d_out).unsqueeze(0)
+        hl.store(out, [out_rows, out_cols], o.to(out.dtype), extra_mask=stored)
+        if spec.split_v:
             o = torch.where(no_key.unsqueeze(1), 0.0, acc_high.transpose(0, 1) * normaliser.unsqueeze(1))
             out_cols = d_v_tile + out_cols
-            in_d = (out_cols < d_out).unsqueeze(0)
-            hl.store(out, [out_rows, out_cols], o.to(out.dtype), extra_mask=whole.unsqueeze(1) & in_d)
-            if spec.is_split_kv:
-                hl.store(partial_out, [partial_rows, out_cols], o, extra_mask=part.unsqueeze(1) & in_d)
+            stored = in_range.unsqueeze(1) & (out_cols < d_out).unsqueeze(0)
+            hl.store(out, [out_rows, out_cols], o.to(out.dtype), extra_mask=stored)
         lse_of_row = (m_i + torch.log2(total)) * LN2
-        if spec.is_split_kv:
-            hl.store(partial_lse, [partial_rows], lse_of_row, extra_mask=part)
-        if spec.scores.lse_shift_in_lse:
-            # Splits lack it, so that their weights do not depend on whether the lse is returned.
-            lse_of_row = lse_of_row + hl.load(lse_shift, [shift_rows], extra_mask=whole)
-        hl.store(lse, [lse_rows], lse_of_row, extra_mask=whole)
+        if spec.scores.lse_shift_in_lse and not spec.is_split_kv:
+            lse_of_row = lse_of_row + hl.load(lse_shift, [shift_rows], extra_mask=in_range)
+        hl.store(lse, [lse_rows], lse_of_row, extra_mask=in_range)
 
 
 @functools.cache
@@ -542,10 +524,6 @@ def launch(
     all_splits, lists = B, None
     if is_split_kv:
         all_splits, lists = limits.all_splits, dynamic_splits.launch(a, limits, H_kv * m_tiles, batch)
-    partial = empty_partial(out, lse, all_splits, H * queries) if is_split_kv else flat_results(out, lse)
-    own = (lists or SplitLists(*(a.cache_seqlens,) * 3))._asdict()
-    own |= {"all_splits": all_splits, "partial_out": partial.out, "partial_lse": partial.lse.view(-1)}
-    grid = PagedGrid(rows, m_tiles, is_split_kv, in_halves=a.cache.v8.size(2) > MAX_PIECE, v_parts=1)
-    launch_paged(runner, a, grid, flat_results(out, lse), a.bshd, batch, shift, own)
-    if is_split_kv:
-        merge_partial(a, partial, out, lse, batch, shift, lists)
+    own = (lists or SplitLists(*(a.cache_seqlens,) * 3))._asdict() | {"all_splits": all_splits}
+    grid = PagedGrid(rows, m_tiles, all_splits, H * queries, is_split_kv, lists)
+    launch_paged(runner, a, grid, a.cache.v8.size(2) > MAX_PIECE, 1, out, lse, batch, shift, own)

@@ -17,7 +17,7 @@ from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.runners import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import maximum
 from helion_attn.kernels.lib.keys import SplitLists, queries_of_batch, queries_of_sequence
-from helion_attn.kernels.lib.scalars import int32
+from helion_attn.kernels.lib.scalars import Int, int32
 from helion_attn.kernels.lib.steps import to_out_dtype
 from helion_attn.numerics import LN2, LOG2E
 from helion_attn.problem import PackedBatch
@@ -38,7 +38,7 @@ class MergeSpec(NamedTuple):
         has_lse_shift: rows have a `lse_shift_scaled` that all of their lse lack.
         batch: a power of two that holds the sequences of a packed batch, or 0.
         of_few: splits are of `most_queries` queries of each sequence, those of `fp8_attn_decode`; or of all tokens.
-        by_sequence: sequences have splits of their own, from `dynamic_splits`; with one, they are not merged.
+        by_sequence: sequences have splits of their own, from `dynamic_splits`.
         is_cuda: the kernel is compiled; otherwise interpreted.
     """
 
@@ -73,10 +73,7 @@ def merge_splits_kernel(
     out_row_step: int,
     spec: hl.constexpr,  # MergeSpec
 ) -> None:
-    """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`.
-
-    A row that is not there, another kernel's or of one split is neither read nor written.
-    """
+    """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`."""
     d = hl.specialize(partial_out.size(1))
     # Known strides keep loads 16 bytes wide.
     hl.specialize((partial_out.stride(0), partial_out.stride(1), out.stride(0), out.stride(1)))
@@ -90,17 +87,14 @@ def merge_splits_kernel(
             splits_of_row = hl.load(own_splits, [sequence])
         else:
             first_row, splits_of_row = r + 0, int32(all_splits)
-        # [1]
-        row = r + hl.arange(1)
-        is_merged = row >= 0
-        if spec.by_sequence:
-            is_merged = splits_of_row + 0 * row > 1
         if spec.batch:
+            # [1]; programs of rows that are not there, or another kernel's, read and write nothing.
+            row = r + hl.arange(1)
             if spec.of_few:
                 head, query = row // most_queries % heads, row % most_queries
                 first, queries = queries_of_sequence(cu_seqlens, seqlens, row // (heads * most_queries))
                 token = first + query
-                is_merged = is_merged & (query < queries) & (queries <= most_queries)
+                is_there = (query < queries) & (queries <= most_queries)
             else:
                 # [batch]
                 B = cu_seqlens.size(0) - 1
@@ -109,13 +103,11 @@ def merge_splits_kernel(
                 begin = hl.load(cu_seqlens, [b], extra_mask=b < B)
                 token, head = row % m_len, row // m_len
                 own = (begin <= r % m_len) & (r % m_len < begin + of_each) & (of_each > most_queries)
-                is_merged = own.to(torch.int32).sum(0) + 0 * row > 0
+                is_there = own.to(torch.int32).sum(0) + 0 * row > 0
             lse_row, out_row = head * m_len + token, head * out_head_step + token * out_row_step
+            splits: Int = torch.where(is_there, splits_of_row, 0).sum(0)
         else:
-            head = row // m_len % heads
-            lse_row = row
-            out_row = row // (heads * m_len) * heads * m_len + head * out_head_step + (row % m_len) * out_row_step
-        splits = torch.where(is_merged, splits_of_row, 0).sum(0)
+            splits = splits_of_row
         # [D_row]
         cols = hl.arange(spec.d_row)
         # [at_once]
@@ -128,7 +120,10 @@ def merge_splits_kernel(
         largest = torch.amax(peak, 0)
         if spec.has_sinks:
             # []
-            sink = hl.load(sinks, [head]).sum(0)
+            if spec.batch:
+                sink = hl.load(sinks, [head]).sum(0)
+            else:
+                sink = hl.load(sinks, [r // m_len % heads])
             largest = maximum(largest, sink, spec.is_cuda)
         # exp(-inf - -inf) would be NaN.
         finite_largest = torch.where(largest == float("-inf"), 0.0, largest)
@@ -154,12 +149,21 @@ def merge_splits_kernel(
         if spec.has_sinks:
             no_key = no_key & (sum_of_weights == sum_of_weights)  # a sink that is NaN stays one
         o = torch.where(no_key, 0.0, acc * (1.0 / sum_of_weights))
-        written = is_merged.unsqueeze(1) & (cols < d).unsqueeze(0)
-        hl.store(out, [out_row, cols], to_out_dtype(o, out.dtype).unsqueeze(0), extra_mask=written)
-        lse_of_row = finite_largest + torch.log2(sum_of_weights) * LN2 + 0.0 * lse_row
-        if spec.has_lse_shift:
-            lse_of_row = lse_of_row + hl.load(lse_shift_scaled, [lse_row], extra_mask=is_merged)
-        hl.store(lse, [lse_row], lse_of_row, extra_mask=is_merged)
+        if spec.batch:
+            written = is_there.unsqueeze(1) & (cols < d).unsqueeze(0)
+            hl.store(out, [out_row, cols], to_out_dtype(o, out.dtype).unsqueeze(0), extra_mask=written)
+            lse_of_row = finite_largest + torch.log2(sum_of_weights) * LN2 + 0.0 * lse_row
+            if spec.has_lse_shift:
+                lse_of_row = lse_of_row + hl.load(lse_shift_scaled, [lse_row], extra_mask=is_there)
+            hl.store(lse, [lse_row], lse_of_row, extra_mask=is_there)
+        else:
+            head = r // m_len % heads
+            out_row = r // (heads * m_len) * heads * m_len + head * out_head_step + (r % m_len) * out_row_step
+            hl.store(out, [out_row, cols], to_out_dtype(o, out.dtype), extra_mask=cols < d)
+            lse_of_row = finite_largest + torch.log2(sum_of_weights) * LN2
+            if spec.has_lse_shift:
+                lse_of_row = lse_of_row + hl.load(lse_shift_scaled, [r])
+            lse[r] = lse_of_row
 
 
 @functools.cache
@@ -196,8 +200,7 @@ def merge_splits(
         lse_shift_scaled: fp32 [B * H * M], added to `lse`, or None.
         batch: if queries are packed; then B is 1 in out and lse.
         seqlens: int32, the keys of each of its sequences.
-        lists: where sequences have splits of their own; else each row has all splits. Rows of a sequence of one split
-            are not written.
+        lists: where sequences have splits of their own; else each row has all splits.
     """
     B, H, M = lse.shape
     sequences = B if lists is None else lists.own_splits.size(0)

@@ -43,8 +43,6 @@ from helion_attn.kernels.lib.paged import (
     closed_pages,
     descales_by_form,
     descales_of_page,
-    empty_partial,
-    flat_results,
     in_open_pages,
     in_split_of_query,
     k_of_page,
@@ -53,7 +51,6 @@ from helion_attn.kernels.lib.paged import (
     line_of_page,
     log2_of_power,
     may_be_wide,
-    merge_partial,
     open_sums,
     own_page_of,
     page_scores,
@@ -283,7 +280,7 @@ def fp8_attn_prefill(
         l_i = hl.zeros([spec.rows] if spec.p_bits else [4, 4, spec.rows], dtype=torch.float32)
         # [bm, d_v_tile]: the program's channels, or each half of them
         acc = hl.zeros([spec.rows, d_v_tile], dtype=torch.float32)
-        if spec.in_halves:
+        if spec.split_v:
             acc_high = hl.zeros([spec.rows, d_v_tile], dtype=torch.float32)
 
         # A row that is NaN or infinite must not change its neighbours.
@@ -307,7 +304,7 @@ def fp8_attn_prefill(
             entry = hl.load(block_table, [first_entry + imin(n_closed - 1, int32(j + 1))])
             # [bn, D_pad], or its halves, and [d_v_tile, bn]
             k_pieces, v_tile = k_of_page(k8, page, h, spec), v_of_page(v8, page, h, v_part, 0, spec)
-            if spec.in_halves:
+            if spec.split_v:
                 v_high = v_of_page(v8, page, h, v_part, 1, spec)
             # [bm, bn]
             s = products([q_tile, q_high], transposed(k_pieces), spec.rows, bn, spec)
@@ -349,14 +346,14 @@ def fp8_attn_prefill(
                 l_i = fma(l_i, alpha.unsqueeze(0), sums, spec.is_cuda)
                 p8 = interleave_keys(p.to(torch.float8_e4m3fn), spec.rows, bn)
             acc = accumulate(acc, alpha.unsqueeze(1), p8, v_tile.transpose(0, 1), spec)
-            if spec.in_halves:
+            if spec.split_v:
                 acc_high = accumulate(acc_high, alpha.unsqueeze(1), p8, v_high.transpose(0, 1), spec)
             if spec.p_bits:
                 l_i = fma(l_i, alpha, row_sums(p8) * v_inverse, spec.is_cuda)
 
         # Or the copies of loops of both kinds would be in the same registers.
         acc = in_new_registers(acc, spec.is_cuda)
-        if spec.in_halves:
+        if spec.split_v:
             acc_high = in_new_registers(acc_high, spec.is_cuda)
         # The pages that remain, as the cache has them, then as `OpenPages` does.
         n_last, n_last_open, slot = int32(n_end) - n_closed, int32(n_end) - n_closed, int32(0)
@@ -423,7 +420,7 @@ def fp8_attn_prefill(
                 acc = accumulate(
                     acc, alpha.unsqueeze(1), p8, v_of_page(open_v8, slot, h, v_part, 0, spec).transpose(0, 1), spec
                 )
-                if spec.in_halves:
+                if spec.split_v:
                     acc_high = accumulate(
                         acc_high, alpha.unsqueeze(1), p8, v_of_page(open_v8, slot, h, v_part, 1, spec).transpose(0, 1),
                         spec,
@@ -432,7 +429,7 @@ def fp8_attn_prefill(
                 acc = accumulate(
                     acc, alpha.unsqueeze(1), p8, v_of_page(v8, page, h, v_part, 0, spec).transpose(0, 1), spec
                 )
-                if spec.in_halves:
+                if spec.split_v:
                     acc_high = accumulate(
                         acc_high, alpha.unsqueeze(1), p8, v_of_page(v8, page, h, v_part, 1, spec).transpose(0, 1), spec
                     )
@@ -466,11 +463,11 @@ def fp8_attn_prefill(
         if not spec.batch:
             out_rows = out_rows + b * kv_heads * group * m_len
         # [bm, d_v_tile]
-        channels = v_part * (d_v_tile * (1 + spec.in_halves)) + hl.arange(d_v_tile)
+        channels = v_part * (d_v_tile * (1 + spec.split_v)) + hl.arange(d_v_tile)
         o = torch.where(no_key.unsqueeze(1), 0.0, acc * normaliser.unsqueeze(1))
         stored = in_range.unsqueeze(1) & (channels < d_out).unsqueeze(0)
         hl.store(out, [out_rows, channels], o.to(out.dtype), extra_mask=stored)
-        if spec.in_halves:
+        if spec.split_v:
             o = torch.where(no_key.unsqueeze(1), 0.0, acc_high * normaliser.unsqueeze(1))
             channels = d_v_tile + channels
             stored = in_range.unsqueeze(1) & (channels < d_out).unsqueeze(0)
@@ -510,10 +507,7 @@ def launch(
     else:
         # Each sequence of the kernel's has one that is not full, at most.
         tiles = H // H_kv * M // tile.bm + min(a.cache_seqlens.size(0), M // (batch.most_queries + 1))
-    is_split_kv = splits > 1
-    written = empty_partial(out, lse, splits, B * H * M) if is_split_kv else flat_results(out, lse)
-    grid = PagedGrid(tile.bm, tiles, is_split_kv, in_halves=v8.size(2) > MAX_FRESH_D, v_parts=parts_of_v(v8.size(2)))
-    own = {"splits": splits, "split_rows": B * H * M}
-    launch_paged(kernel(a.q.is_cuda, tile), a, grid, written, a.bshd and not is_split_kv, batch, shift, own)
-    if is_split_kv:
-        merge_partial(a, written, out, lse, batch, shift)
+    grid = PagedGrid(tile.bm, tiles, splits, B * H * M, splits > 1)
+    own = {"splits": splits, "split_rows": grid.split_rows}
+    runner, is_wide = kernel(a.q.is_cuda, tile), v8.size(2) > MAX_FRESH_D
+    launch_paged(runner, a, grid, is_wide, parts_of_v(v8.size(2)), out, lse, batch, shift, own)

@@ -212,7 +212,7 @@ def kernel(is_cuda: bool) -> Runner:
 
 
 def empty_open_pages(a: AppendArgs, batch: PackedBatch | None = None) -> tuple[torch.Tensor, ...]:
-    """What takes pages' other forms: as many as new keys may touch, as the cache's own tensors."""
+    """Memory for pages in their other forms: as many as new keys may touch, shaped as the cache's tensors."""
     cache, L = a.cache, a.k.size(2)
     count = a.k.size(0) * -(-(L + cache.page_size - 1) // cache.page_size)
     if batch is not None:

@@ -20,7 +20,7 @@ from helion_attn.types import PackedTensors, Recipe
 
 
 class PackKernelInputs(NamedTuple):
-    """What both kernels are given.
+    """The inputs of both kernels.
 
     Attributes:
         source: Q, K and V.

@@ -1,4 +1,4 @@
-"""What ranks that hold parts of one sequence tell each other of them before they quantise them.
+"""Samples that ranks with parts of one sequence exchange before they quantise them.
 
 One launch attends to the keys of all ranks, so K's smoothing constant must be one for all of them, and so must the
 factors of channels, for all keys and all queries that meet them; a kernel has one descale of V a head, so that must be
@@ -123,7 +123,7 @@ def v_largest(kv_sample: torch.Tensor, D: int, D_v: int) -> torch.Tensor:
 
 
 def describe(a: DescribeRankArgs) -> torch.Tensor:
-    """What a rank tells, of `kv_sample_shape`."""
+    """Return the sample of a rank, of `kv_sample_shape`."""
     kv_sample = a.q.new_zeros(kv_sample_shape(a))
     if not shares(a.recipe):
         return kv_sample

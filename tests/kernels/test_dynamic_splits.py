@@ -195,7 +195,7 @@ def test_a_query_is_the_same_whatever_lengths_others_have(
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_a_sequence_of_one_split_has_the_bits_of_one(layout: Any, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its program writes the output and lse, with what a sink and a mean of K add; others' are merged."""
+    """Merged alone, with what a sink and a mean of K add."""
     monkeypatch.setattr("helion_attn.ops.kv_cache.sm_count", lambda x: SMS)
     cache, table = filled(2, device, torch.linspace(-2, 2, 64, device=device).expand(2, 64))
     q = torch.randn(2, 4, 1, 64, dtype=torch.bfloat16, device=device)

@@ -117,7 +117,7 @@ def products(
 def v_of_page(v8: torch.Tensor, page: Int, h: Int, v_part: Int, half: hl.constexpr, spec: PagedSpec) -> torch.Tensor:
     """A program's channels of a page of V, or half of them: [d_v_tile, bn]."""
     whole = slice(None)
-    if spec.in_halves:
+    if spec.split_v:
         return hl.load(v8, [page, h, v_part * 2 + half, whole, whole])
     if spec.v_parts > 1:
         return hl.load(v8, [page, h, v_part, whole, whole])
@@ -436,83 +436,58 @@ class PagedGrid(NamedTuple):
     Attributes:
         rows: query rows of a tile.
         m_tiles: tiles of a KV head and sequence; of a packed batch `fp8_attn_prefill` has those of all sequences.
-        is_split_kv: whether results may be splits', which are merged.
-        in_halves: whether P V is two products.
-        v_parts: parts of V's channels, a program each.
+        splits: of the pages that a query sees, a program each; with `lists` of all sequences.
+        split_rows: rows of out and lse that a split has.
+        is_split_kv: whether results are splits', which are merged.
+        lists: where sequences have splits of their own.
     """
 
     rows: int
     m_tiles: int
+    splits: int
+    split_rows: int
     is_split_kv: bool
-    in_halves: bool
-    v_parts: int
-
-
-class Results(NamedTuple):
-    """What a launch writes.
-
-    Attributes:
-        out: [rows, D_v].
-        lse: fp32, as many; [splits, rows of a split] if they are splits'.
-    """
-
-    out: torch.Tensor
-    lse: torch.Tensor
-
-
-def flat_results(out: torch.Tensor, lse: torch.Tensor) -> Results:
-    """Views of `out` and `lse`."""
-    return Results(out.view(-1, out.size(3)), lse.view(-1))
-
-
-def empty_partial(out: torch.Tensor, lse: torch.Tensor, splits: int, split_rows: int) -> Results:
-    """Memory for the results of splits, each of `split_rows` rows, which are always BHSD."""
-    partial_out = out.new_empty((splits * split_rows, out.size(3)), dtype=torch.float32)
-    return Results(partial_out, lse.new_empty(splits, split_rows))
-
-
-def merge_partial(
-    a: DecodeArgs,
-    partial: Results,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    batch: PackedBatch | None,
-    shift: torch.Tensor | None,
-    lists: SplitLists | None = None,
-) -> None:
-    """Write `out` and `lse` from the results of splits; with `lists` those of sequences that have several."""
-    # Splits lack it, so that their weights do not depend on whether the lse is returned.
-    in_lse = shift if a.scores.spec(has_lse_shift=shift is not None).lse_shift_in_lse else None
-    merge_splits(partial.out, partial.lse, out, lse, a.bshd, None, in_lse, batch, a.cache_seqlens, lists)
+    lists: SplitLists | None = None
 
 
 def launch_paged(
     kernel: Runner,
     a: DecodeArgs,
     grid: PagedGrid,
-    written: Results,
-    bshd: bool,
+    split_v: bool,
+    v_parts: int,
+    out: torch.Tensor,
+    lse: torch.Tensor,
     batch: PackedBatch | None,
     shift: torch.Tensor | None,
     own: dict[str, Any],
 ) -> None:
-    """Launch one of the two kernels.
+    """Write `out` and `lse`; splits of pages are merged if there are several.
 
     Args:
         kernel: `fp8_attn_decode` or `fp8_attn_prefill`.
         a: the operation's arguments.
         grid: its programs.
-        written: its `out`, of bf16, fp16 or fp32, and its `lse`, natural log.
-        bshd: rows of `out` are [B, M, H], and not [B, H, M].
+        split_v: whether P V is two products.
+        v_parts: parts of V's channels, a program each.
+        out: contiguous [B, H, M, D_v], or [B, M, H, D_v] when `a.bshd`; bf16, fp16 or fp32.
+        lse: fp32 [B, H, M], natural log.
         batch: if queries are packed; then B is 1 in q, out and lse.
         shift: `lse_shift`, from `cache_lse_shift`.
         own: arguments that the other kernel does not have.
     """
     (_, H, M, D), (H_kv, page_size), max_pages = a.q.shape, a.cache.k8.shape[1:3], a.block_table.size(1)
-    B, out, lse = a.cache_seqlens.size(0), written.out, written.lse.view(-1)
+    B, splits, is_split_kv = a.cache_seqlens.size(0), grid.splits, grid.is_split_kv
     unit, k8, v8 = common_unit(a.q), a.cache.k8, a.cache.v8
-    d_in_halves, v_pieces = k8.size(3) > MAX_PIECE, grid.v_parts * (1 + grid.in_halves)
+    d_in_halves, v_pieces = k8.size(3) > MAX_PIECE, v_parts * (1 + split_v)
     q = strided_rows(a.q, unit)
+    D_v = out.size(3)
+    # Splits are always BHSD.
+    split_out, split_lse = out.view(-1, D_v), lse.view(-1)
+    if is_split_kv:
+        split_out = out.new_empty((splits * grid.split_rows, D_v), dtype=torch.float32)
+        split_lse = lse.new_empty(splits * grid.split_rows)
+    swapped = a.bshd and not is_split_kv
     k_dtype, scales = k8.dtype, a.scores.scales()
     opened = a.open_pages
     # Without any, a page that is not read. Not one of the cache: Helion has no descriptors of memory that comes twice.
@@ -533,10 +508,10 @@ def launch_paged(
     spec = PagedSpec(
         rows=grid.rows,
         bn_log2=page_size.bit_length() - 1,
-        in_halves=grid.in_halves,
+        split_v=split_v,
         d_in_halves=d_in_halves,
-        v_parts=grid.v_parts,
-        is_split_kv=grid.is_split_kv,
+        v_parts=v_parts,
+        is_split_kv=is_split_kv,
         has_open_pages=opened.k8 is not None,
         # Only programs of prompts look for their sequence among all.
         batch=0 if batch is None else 1 if batch.few else batch.size,
@@ -575,11 +550,11 @@ def launch_paged(
             "block_table": a.block_table.view(-1),
             "cache_seqlens": a.cache_seqlens,
             "cu_seqlens": a.cache_seqlens if batch is None else batch.cu_seqlens,
-            "sinks": lse if a.scores.sinks is None else a.scores.sinks,
-            "out": out,
-            "lse": lse,
-            "lse_shift": lse if shift is None else shift,
-            "channel_factors": lse if factors is None else factors.view(-1),
+            "sinks": split_lse if a.scores.sinks is None else a.scores.sinks,
+            "out": split_out,
+            "lse": split_lse,
+            "lse_shift": split_lse if shift is None else shift,
+            "channel_factors": split_lse if factors is None else factors.view(-1),
             "m_tiles": grid.m_tiles,
             "max_pages": max_pages,
             "group": H // H_kv,
@@ -588,8 +563,8 @@ def launch_paged(
             "q_b_step": q.b_step if batch is None else 0,
             "q_h_step": q.h_step,
             "q_s_step": q.s_step,
-            "out_head_step": 1 if bshd else M,
-            "out_row_step": H if bshd else 1,
+            "out_head_step": 1 if swapped else M,
+            "out_row_step": H if swapped else 1,
             "factor_rows": 1 if factors is None else factors.size(0),
             # An edge further away hides nothing, and might not fit 32 bits.
             "left": min(a.scores.left, max_pages * page_size),
@@ -599,3 +574,8 @@ def launch_paged(
             **own,
         }
     )
+    if is_split_kv:
+        # Splits lack it, so that their weights do not depend on whether the lse is returned.
+        in_lse = shift if spec.scores.lse_shift_in_lse else None
+        partial_lse = split_lse.view(splits, -1)
+        merge_splits(split_out, partial_lse, out, lse, a.bshd, None, in_lse, batch, a.cache_seqlens, grid.lists)

@@ -193,7 +193,7 @@ class PagedSpec(NamedTuple):
     Attributes:
         rows: query rows of a tile.
         bn_log2: two to it are the keys of a page.
-        in_halves: P V is two products, of half of a program's channels each.
+        split_v: P V is two products, of half of a program's channels each.
         d_in_halves: Q and K have two pieces, of half of their channels each.
         v_parts: parts of V's channels, a program each; 1 in `fp8_attn_decode`.
         is_split_kv: the pages of a query are split over programs.
@@ -216,7 +216,7 @@ class PagedSpec(NamedTuple):
 
     rows: int
     bn_log2: int
-    in_halves: bool
+    split_v: bool
     d_in_halves: bool
     v_parts: int
     is_split_kv: bool
