@@ -316,18 +316,22 @@ def fp8_attn_decode(
         n_closed = torch.minimum(torch.maximum(closed_pages(n_len, drafts, spec), int32(n_begin)), int32(n_end))
         first_entry = int32(b * max_pages)
         entry = hl.load(block_table, [first_entry + imin(n_begin, int32(max_pages - 1))])
+        next_page = page_at_hand(entry, num_pages)[0]
+        next_k, next_v = descales_of_page(k_descale, v_descale, next_page, page_step, h, head_step, spec.is_cuda)
         for j in hl.grid(n_begin, n_closed):
             page, known_page = page_of_entry(entry, num_pages)
-            page_again, known_page = page_at_hand(entry, num_pages)
-            # Loaded in the iteration that uses it, it would be waited for.
+            known_page = page_at_hand(entry, num_pages)[1]
+            page_k, page_v = next_k, next_v
+            # Loaded in the iteration that uses them, an entry and descales would be waited for.
             entry = hl.load(block_table, [first_entry + imin(n_closed - 1, int32(j + 1))])
+            next_page = page_at_hand(entry, num_pages)[0]
+            next_k, next_v = descales_of_page(k_descale, v_descale, next_page, page_step, h, head_step, spec.is_cuda)
             # Nothing stands between the loads, so they have one barrier.
             k_pieces, v_tile = k_of_page(k8, page, h, spec), v_of_page(v8, page, h, 0, 0, spec)
             if spec.split_v:
                 v_high = v_of_page(v8, page, h, 0, 1, spec)
             # [bn, rows]
             s = products(k_pieces, [q_tile, q_high], bn, spec.rows, spec)
-            page_k, page_v = descales_of_page(k_descale, v_descale, page_again, page_step, h, head_step, spec.is_cuda)
             v_log2 = log2_of_power(page_v)
             row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
             s, scale_log2 = page_scores(s, row_scale_log2 * page_k, shift, scales, 0, spec)

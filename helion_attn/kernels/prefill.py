@@ -26,7 +26,7 @@ import torch
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, Config, helion, hl
 from helion_attn.compiler.runners import Runner, compiled, interpreted
 from helion_attn.configs import MAX_FRESH_D, MAX_PIECE
-from helion_attn.kernels.lib.inline_asm import e4m3_of_bits, exp2, fma, in_new_registers
+from helion_attn.kernels.lib.inline_asm import computed_again, e4m3_of_bits, exp2, fma, in_new_registers
 from helion_attn.kernels.lib.keys import (
     known_keys,
     page_at_hand,
@@ -99,8 +99,8 @@ class PrefillTile(NamedTuple):
 
 #: The fastest on an H200, by the largest padded head dim that each is for (docs/notes/paged_cache.md).
 TILES = {
-    64: PrefillTile(bm=64, num_warps=4, num_stages=2, ctas_per_sm=3, max_registers=168),
-    128: PrefillTile(bm=64, num_warps=4, num_stages=2, ctas_per_sm=2, max_registers=255),
+    64: PrefillTile(bm=64, num_warps=4, num_stages=2, ctas_per_sm=4, max_registers=128),
+    128: PrefillTile(bm=64, num_warps=4, num_stages=2, ctas_per_sm=3, max_registers=168),
     512: PrefillTile(bm=128, num_warps=8, num_stages=3, ctas_per_sm=1, max_registers=255),
 }
 
@@ -244,7 +244,6 @@ def fp8_attn_prefill(
 
         # Query i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment.
         diagonal = n_len - queries
-        on_diagonal = diagonal + query
         first_on_diagonal = diagonal + quotient(first_row, int32(group))
         last_row = torch.clamp_min(torch.minimum(first_row + spec.rows, rows_of_group) - 1, 0)
         last_on_diagonal = diagonal + quotient(last_row, int32(group))
@@ -265,8 +264,6 @@ def fp8_attn_prefill(
             first_slot_page = int32(b * open_width)
             if spec.batch:
                 first_slot_page = first_slot_page + (first_query >> spec.bn_log2)
-            # [rows]
-            own_page = own_page_of(on_diagonal, n_len, right, spec)
             first_open_page, open_begin, open_end = range_of_open_pages(
                 own_page_of(first_on_diagonal, n_len, right, spec), n_begin, n_end, n_len, new, drafts, spec
             )
@@ -295,31 +292,38 @@ def fp8_attn_prefill(
         if spec.scores.lse_shift_in_scores:
             shift = hl.load(lse_shift, [lse_rows], extra_mask=in_range)
         entry = hl.load(block_table, [first_entry + imin(n_begin, int32(max_pages - 1))])
+        next_page = page_at_hand(entry, num_pages)[0]
+        next_k, next_v = descales_of_page(k_descale, v_descale, next_page, page_step, h, head_step, spec.is_cuda)
         # Pages from there on may be open.
         n_closed = torch.minimum(torch.maximum(closed_pages(n_len, drafts, spec), int32(n_begin)), int32(n_end))
         for j in hl.grid(n_begin, n_closed):
             page, known_page = page_of_entry(entry, num_pages)
-            page_again, known_page = page_at_hand(entry, num_pages)
-            # Loaded in the iteration that uses it, it would be waited for.
+            known_page = page_at_hand(entry, num_pages)[1]
+            page_k, page_v = next_k, next_v
+            # Loaded in the iteration that uses them, an entry and descales would be waited for.
             entry = hl.load(block_table, [first_entry + imin(n_closed - 1, int32(j + 1))])
+            next_page = page_at_hand(entry, num_pages)[0]
+            next_k, next_v = descales_of_page(k_descale, v_descale, next_page, page_step, h, head_step, spec.is_cuda)
             # [bn, D_pad], or its halves, and [d_v_tile, bn]
             k_pieces, v_tile = k_of_page(k8, page, h, spec), v_of_page(v8, page, h, v_part, 0, spec)
             if spec.split_v:
                 v_high = v_of_page(v8, page, h, v_part, 1, spec)
             # [bm, bn]
             s = products([q_tile, q_high], transposed(k_pieces), spec.rows, bn, spec)
-            # Meanwhile.
-            page_k, page_v = descales_of_page(k_descale, v_descale, page_again, page_step, h, head_step, spec.is_cuda)
             v_log2 = log2_of_power(page_v)
             row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
             s, scale_log2 = page_scores(s, row_scale_log2 * page_k, shift, scales, 1, spec)
             edge = torch.maximum(n_left - int32(j), int32(j + 1) - n_whole)
             if edge > 0:
                 key = int32(j * bn) + hl.arange(bn, dtype=torch.int32)
-                visible = visible_keys(key, on_diagonal, n_len, int32(left), int32(right), spec.scores)
-                visible = in_split_of_query(visible, j, on_diagonal, n_len, left, right, split, splits, spec)
+                # [bm]
+                row_again = computed_again(first_row + hl.arange(spec.rows, dtype=torch.int32), spec.is_cuda)
+                on_diagonal_again = diagonal + quotient(row_again, int32(group))
+                visible = visible_keys(key, on_diagonal_again, n_len, int32(left), int32(right), spec.scores)
+                visible = in_split_of_query(visible, j, on_diagonal_again, n_len, left, right, split, splits, spec)
                 if spec.has_open_pages:
-                    there = in_open_pages(j, own_page, n_len, new, drafts, spec)
+                    own_page_again = own_page_of(on_diagonal_again, n_len, right, spec)
+                    there = in_open_pages(j, own_page_again, n_len, new, drafts, spec)
                     visible = visible & (there.to(torch.int32) == 0).unsqueeze(1)
                 s = torch.where(visible, s, float("-inf"))
             m_before = m_i
@@ -355,6 +359,16 @@ def fp8_attn_prefill(
         acc = in_new_registers(acc, spec.is_cuda)
         if spec.split_v:
             acc_high = in_new_registers(acc_high, spec.is_cuda)
+        # [bm]. Kept through the loop, what a row is would take registers: an SM would hold fewer programs.
+        r_after = computed_again(first_row + hl.arange(spec.rows, dtype=torch.int32), spec.is_cuda)
+        in_range_after = r_after < rows_of_group
+        query_after = quotient(r_after, int32(group))
+        head_after = h * group + r_after - query_after * int32(group)
+        on_diagonal = diagonal + query_after
+        own_page = own_page_of(on_diagonal, n_len, right, spec) if spec.has_open_pages else n_len
+        lse_rows_after = head_after * m_len + first_query + query_after
+        if not spec.batch:
+            lse_rows_after = lse_rows_after + b * kv_heads * group * m_len
         # The pages that remain, as the cache has them, then as `OpenPages` does.
         n_last, n_last_open, slot = int32(n_end) - n_closed, int32(n_end) - n_closed, int32(0)
         if spec.has_open_pages:
@@ -446,10 +460,10 @@ def fp8_attn_prefill(
         total = row_sum
         if spec.scores.has_sinks:
             # [bm], in one of the splits
-            sink = hl.load(sinks, [head], extra_mask=in_range)
+            sink = hl.load(sinks, [head_after], extra_mask=in_range_after)
             if spec.scores.lse_shift_in_lse:
-                sink = sink - hl.load(lse_shift, [lse_rows], extra_mask=in_range)
-            sink_log2 = torch.where(split + 0 * r == 0, sink * LOG2E, float("-inf"))
+                sink = sink - hl.load(lse_shift, [lse_rows_after], extra_mask=in_range_after)
+            sink_log2 = torch.where(split + 0 * r_after == 0, sink * LOG2E, float("-inf"))
             rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, spec)
             normaliser = rescale / total
         no_key = row_sum == 0.0
@@ -457,20 +471,20 @@ def fp8_attn_prefill(
             no_key = no_key & (total == total)  # a sink that is NaN stays one
         lse_of_row = (m_i + torch.log2(total)) * LN2
         if spec.scores.lse_shift_in_lse and not spec.is_split_kv:
-            lse_of_row = lse_of_row + hl.load(lse_shift, [lse_rows], extra_mask=in_range)
-        hl.store(lse, [split * split_rows + lse_rows], lse_of_row, extra_mask=in_range)
-        out_rows = split * split_rows + head * out_head_step + (first_query + query) * out_row_step
+            lse_of_row = lse_of_row + hl.load(lse_shift, [lse_rows_after], extra_mask=in_range_after)
+        hl.store(lse, [split * split_rows + lse_rows_after], lse_of_row, extra_mask=in_range_after)
+        out_rows = split * split_rows + head_after * out_head_step + (first_query + query_after) * out_row_step
         if not spec.batch:
             out_rows = out_rows + b * kv_heads * group * m_len
         # [bm, d_v_tile]
         channels = v_part * (d_v_tile * (1 + spec.split_v)) + hl.arange(d_v_tile)
         o = torch.where(no_key.unsqueeze(1), 0.0, acc * normaliser.unsqueeze(1))
-        stored = in_range.unsqueeze(1) & (channels < d_out).unsqueeze(0)
+        stored = in_range_after.unsqueeze(1) & (channels < d_out).unsqueeze(0)
         hl.store(out, [out_rows, channels], o.to(out.dtype), extra_mask=stored)
         if spec.split_v:
             o = torch.where(no_key.unsqueeze(1), 0.0, acc_high * normaliser.unsqueeze(1))
             channels = d_v_tile + channels
-            stored = in_range.unsqueeze(1) & (channels < d_out).unsqueeze(0)
+            stored = in_range_after.unsqueeze(1) & (channels < d_out).unsqueeze(0)
             hl.store(out, [out_rows, channels], o.to(out.dtype), extra_mask=stored)
 
 

@@ -253,6 +253,15 @@ def in_new_registers(x: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
     return x
 
 
+def computed_again(x: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
+    """`x` of int32. The compiler does not know that it is equal to one computed before, and need not keep that one."""
+    if is_cuda:
+        return hl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $1, $1, 0xFE;", "=r,r", [x], dtype=torch.int32, is_pure=False, pack=1
+        )
+    return x
+
+
 def dot_fp32(a: torch.Tensor, b: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
     """`a @ b` of 16-bit tensors with an fp32 result. On the CPU, PyTorch rounds such a product to 16 bits."""
     if is_cuda:
