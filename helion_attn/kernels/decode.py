@@ -462,7 +462,7 @@ def fp8_attn_decode(
             sink = hl.load(sinks, [head], extra_mask=in_range)
             if spec.scores.lse_shift_in_lse:
                 sink = sink - hl.load(lse_shift, [shift_rows], extra_mask=in_range)
-            # In new registers, or a product and a sum would be one FMA where all is one split.
+            # In new registers, or a product and a sum would be one FMA, and bits others with one split.
             sink_log2 = in_new_registers(sink * LOG2E, spec.is_cuda)
             sink_log2 = torch.where(split + 0 * r == 0, sink_log2, float("-inf"))
             rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, spec)

@@ -463,7 +463,9 @@ def fp8_attn_prefill(
             sink = hl.load(sinks, [head_after], extra_mask=in_range_after)
             if spec.scores.lse_shift_in_lse:
                 sink = sink - hl.load(lse_shift, [lse_rows_after], extra_mask=in_range_after)
-            sink_log2 = torch.where(split + 0 * r_after == 0, sink * LOG2E, float("-inf"))
+            # In new registers, or a product and a sum would be one FMA, and a row's bits not those of decoding.
+            sink_log2 = in_new_registers(sink * LOG2E, spec.is_cuda)
+            sink_log2 = torch.where(split + 0 * r_after == 0, sink_log2, float("-inf"))
             rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, spec)
             normaliser = rescale / total
         no_key = row_sum == 0.0

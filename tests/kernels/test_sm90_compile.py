@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 from collections import Counter
 from typing import Any
 
@@ -21,7 +22,7 @@ from helion_attn.configs import (
 )
 from helion_attn.configs.scheduling import query_blocks_per_sm
 from helion_attn.kernels.lib import schraudolph, steps
-from helion_attn.numerics import takes_bits
+from helion_attn.numerics import MAX_P_OFFSET_LOG2, takes_bits
 from helpers.cases import IN_E4M3, LADDER, PRESETS, SHIPPED, shipped_id
 from helpers.offline import (
     LONGER_LOOP,
@@ -195,26 +196,26 @@ DECODED = {
 }
 
 #: The same with so many queries that `fp8_attn_prefill` is taken, and the instructions for spilled registers, all and
-#: in the loop. Most are in the loop of pages that may be open, of which a program has one or two.
+#: in the loop. Most are before and behind the loop, where they are the price of another program on an SM.
 PREFILLED: dict[str, tuple[int, int, dict[str, Any], int, tuple[int, int]]] = {
-    "d64": (64, 64, {}, 3, (145, 0)),
-    "d64_masked_large_pool": (64, 64, {"masked": True, "num_pages": 2**16}, 3, (145, 0)),
-    "d128": (128, 128, {}, 2, (20, 0)),
-    "d128_splits": (128, 128, {"num_splits": 2, "masked": True}, 2, (40, 1)),
-    "d128_lse": (128, 128, {"return_lse": True, "k_mean": True}, 2, (25, 0)),
-    "d128_softcap_mean": (128, 128, {"masked": True, "k_mean": True}, 2, (30, 0)),
-    "d256": (256, 256, {}, 1, (305, 1)),
-    "d512": (512, 512, {}, 1, (320, 5)),
+    "d64": (64, 64, {}, 4, (330, 8)),
+    "d64_masked_large_pool": (64, 64, {"masked": True, "num_pages": 2**16}, 4, (450, 46)),
+    "d128": (128, 128, {}, 3, (340, 8)),
+    "d128_splits": (128, 128, {"num_splits": 2, "masked": True}, 3, (460, 54)),
+    "d128_lse": (128, 128, {"return_lse": True, "k_mean": True}, 3, (340, 8)),
+    "d128_softcap_mean": (128, 128, {"masked": True, "k_mean": True}, 3, (420, 32)),
+    "d256": (256, 256, {}, 1, (305, 6)),
+    "d512": (512, 512, {}, 1, (345, 14)),
     "d512_splits": (512, 512, {"num_splits": 2, "masked": True}, 1, (620, 60)),
-    "d64_512_large_pool": (64, 512, {"num_pages": 2**16}, 1, (80, 2)),
+    "d64_512_large_pool": (64, 512, {"num_pages": 2**16}, 1, (95, 2)),
 }
 
 
 #: The same of int8 keys.
 PREFILLED_INT8: dict[str, tuple[int, int, dict[str, Any], int, tuple[int, int]]] = {
-    "d128": (128, 128, {}, 2, (20, 0)),
-    "d128_splits": (128, 128, {"num_splits": 2, "masked": True}, 2, (40, 1)),
-    "d256": (256, 256, {}, 1, (305, 1)),
+    "d128": (128, 128, {}, 3, (340, 6)),
+    "d128_splits": (128, 128, {"num_splits": 2, "masked": True}, 3, (460, 54)),
+    "d256": (256, 256, {}, 1, (310, 6)),
 }
 
 
@@ -233,7 +234,7 @@ def test_decoding(name: str) -> None:
     D, D_v, H, M, ctas_per_sm = DECODED[name]
     splits, decode, merge = shared(compile_decode, D, D_v, H, M, num_splits=2)
     # In the loop of pages that may be open.
-    assert_decoding(decode, ctas_per_sm, {"d64": 6, "d64_32_rows": 68}.get(name, 0))
+    assert_decoding(decode, ctas_per_sm, {"d64": 10, "d64_32_rows": 68}.get(name, 0))
     opcodes = Counter(loop_of(decode))
     assert opcodes["LDL"] + opcodes["STL"] <= (name == "d64_32_rows")
     assert_sound(splits)
@@ -307,12 +308,12 @@ def test_a_step(D: int, recipe: ha.Recipe) -> None:
     assert len(kernels) == 6  # both kernels have a merge
     for name, spilled in (("append_kv", 0), ("close_full_pages", 0), ("merge_splits_kernel", 0)):
         assert_sound(kernels[f"_helion_{name}"], spilled)
-    # In the loop of pages that may be open.
-    for name, spilled in (("fp8_attn_decode", 4), ("fp8_attn_prefill", 470 if D == 256 else 0)):
+    # Before and behind the loop, and in that of pages that may be open.
+    for name, ctas_per_sm, spilled, in_loop in (("fp8_attn_decode", 2, 6, 0), ("fp8_attn_prefill", 3, 330, 20)):
         kernel = kernels[f"_helion_{name}"]
-        assert_decoding(kernel, 2 if D == 128 else 1, spilled, recipe == ha.BALANCED)
+        assert_decoding(kernel, ctas_per_sm if D == 128 else 1, spilled, recipe == ha.BALANCED)
         opcodes = Counter(loop_of(kernel))
-        assert opcodes["LDL"] + opcodes["STL"] <= 14
+        assert opcodes["LDL"] + opcodes["STL"] <= in_loop
 
 
 @pytest.mark.thorough(but=1)
@@ -323,7 +324,17 @@ def test_a_step_of_a_large_pool(recipe: ha.Recipe) -> None:
     for name, spilled in (("append_kv", 0), ("close_full_pages", 0), ("dynamic_splits", 0), ("fp8_attn_decode", 50)):
         assert_sound(kernels[f"_helion_{name}"], spilled)
     opcodes = Counter(loop_of(kernels["_helion_fp8_attn_decode"]))
-    assert opcodes["LDL"] + opcodes["STL"] == 0
+    assert opcodes["LDL"] + opcodes["STL"] <= 1
+
+
+@pytest.mark.parametrize("M", [1, 16])
+def test_a_sink_is_rounded_before_it_is_added(M: int) -> None:
+    """No FMA of it with what maxima are shifted by: decoding and prompts have the same bits."""
+    kernel = compile_decode(64, 64, 64, M, num_splits=1, masked=True, recipe=ha.BALANCED)[0]
+    shift = struct.pack(">f", -float(MAX_P_OFFSET_LOG2[torch.float8_e4m3fn])).hex().upper()
+    names = [line.split()[0] for line in kernel.ptx.splitlines() if line.rstrip().endswith(f", 0f{shift};")]
+    assert "add.f32" in names, "a sink's shift"
+    assert not any(name.startswith("fma.rn") for name in names)
 
 
 #: (D, causal, recipe, options) of sequences of variable length.
