@@ -157,7 +157,7 @@ def models_of(options: Options) -> tuple[steps.Model, ...]:
     if options.device.type == "cuda":
         return MODELS
     builds = {model.build for model in MODELS}
-    return tuple(model for model in (*steps.DRY, *steps.DRY_H3) if model.build in builds)
+    return tuple(model for model in (*steps.DRY, *steps.DRY_NEW) if model.build in builds)
 
 
 def measure(options: Options, results: Results, attends: dict[str, Attend]) -> None:

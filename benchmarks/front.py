@@ -352,10 +352,10 @@ BLOCKS = {
         shown=None,
     ),
     "door_serve": Block("decode", no_tables, sentence=served, beside=("vllm",), shown=None),
-    "door_video": Block("steps", no_tables, sentence=filmed, beside=("steps_h3",), shown=None),
+    "door_video": Block("steps", no_tables, sentence=filmed, beside=("steps_new",), shown=None),
     "door_train": Block("training", no_tables, sentence=trained, shown=None),
     "front_layers": Block("models", layer_tables, sentence=crossovers, beside=("auto", "sparse"), shown=None),
-    "front_steps": Block("steps", step_tables, beside=("steps_h3",), shown=None),
+    "front_steps": Block("steps", step_tables, beside=("steps_new",), shown=None),
     "front_errors": Block(
         "hard", error_tables, beside=("channels", "accuracy", "ladder", "language_model", "attention"), shown=None
     ),

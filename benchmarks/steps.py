@@ -1,12 +1,12 @@
-"""Suites `steps`, `steps_h3` and `steps_compiled`: one forward pass of whole transformers, by attention.
+"""Suites `steps`, `steps_new` and `steps_compiled`: one forward pass of whole transformers, by attention.
 
     python benchmarks/attention.py --suite steps
-    python benchmarks/attention.py --suite steps_h3
+    python benchmarks/attention.py --suite steps_new
     python benchmarks/attention.py --suite steps_compiled
 
 A denoising step of diffusers' models, and a prefill of transformers', at a batch of one. Weights are random numbers in
 bf16, made on the GPU. `steps` runs eager: a step's time, what of it is attention, and the memory at its peak.
-`steps_h3` has MiniMax-H3, whose steps are long.
+`steps_new` has models of 2025 and 2026.
 `steps_compiled` compiles the repeated blocks with `torch.compile`, inside of which nothing is timed; no language model
 keeps a cache there.
 
@@ -352,12 +352,16 @@ MODELS: tuple[Model, ...] = (
     Model("LTX-Video 2B, 1216 x 704, 121 frames", ltx, {}, (16, 22, 38), 256, (32, 32), 64, can_fuse=False),
     Model("Qwen-Image 20B, 1328 x 1328", qwen_image, {}, (83, 83), 512),
     Model("HunyuanVideo 13B, 960 x 544, 129 frames", hunyuan, {}, (33, 68, 120), 256, tiles=_544P_TILES),
+)
+
+NEW_MODELS: tuple[Model, ...] = (
+    H3_10S,
+    H3_5S,
+    H3_15S,
     Model("HunyuanVideo 1.5 8B, 832 x 480, 121 frames", hunyuan15, {}, (31, 30, 52), 1024, (16, 16)),
     Model("FLUX.2 32B, 1024 x 1024", flux2, {}, (64, 64), 512, (48, 48)),
     Model("Z-Image 6B, 1024 x 1024", z_image, {}, (64, 64), 512, (30, 30)),
 )
-
-H3_MODELS = H3_10S, H3_5S, H3_15S
 
 _TINY_DIFFUSION = {"num_attention_heads": 1, "attention_head_dim": 64, "num_layers": 1}
 _TINY_AXES = {"axes_dims_rope": (16, 24, 24), "joint_attention_dim": 32}
@@ -419,11 +423,13 @@ DRY: tuple[Model, ...] = (
     Model("LTX-Video", ltx, _TINY_LTX, (2, 4, 4), 8, (1, 1), 64, can_fuse=False),
     Model("Qwen-Image", qwen_image, _TINY_DIFFUSION | _TINY_AXES, (4, 4), 8, (1, 1), 64),
     Model("HunyuanVideo", hunyuan, _TINY_HUNYUAN, (2, 4, 4), 8, (1, 1), 64, tiles=((1, 2, 2), (1, 1, 1))),
+)
+DRY_NEW: tuple[Model, ...] = (
+    Model("MiniMax-H3", minimax_h3, _TINY_H3, (2, 4, 4), 8, (1, 1), 64, tiles=((1, 2, 2), (1, 1, 1)), sound=3),
     Model("HunyuanVideo 1.5", hunyuan15, _TINY_HUNYUAN15, (2, 4, 4), 8, (1, 1), 64),
     Model("FLUX.2", flux2, _TINY_FLUX2, (4, 4), 8, (1, 1), 64),
     Model("Z-Image", z_image, _TINY_Z_IMAGE, (4, 4), 8, (1, 1), 64),
 )
-DRY_H3 = (Model("MiniMax-H3", minimax_h3, _TINY_H3, (2, 4, 4), 8, (1, 1), 64, tiles=((1, 2, 2), (1, 1, 1)), sound=3),)
 
 
 @contextlib.contextmanager
@@ -834,9 +840,9 @@ def update(rows: dict[str, Row], measured: dict[str, list[Measured]]) -> None:
         }
 
 
-def run(options: Options, results: Results, compiled: bool = False, h3: bool = False) -> None:
+def run(options: Options, results: Results, compiled: bool = False, newer: bool = False) -> None:
     """All models whose library is installed, one after the other."""
-    dry, whole = (DRY_H3, H3_MODELS) if h3 else (DRY, MODELS)
+    dry, whole = (DRY_NEW, NEW_MODELS) if newer else (DRY, MODELS)
     models = dry if options.device.type == "cpu" else whole
     if compiled:
         models = models[:2] if models is DRY else models
@@ -859,7 +865,7 @@ def run(options: Options, results: Results, compiled: bool = False, h3: bool = F
 # --- tables, plot and bounds ----------------------------------------------------------------------
 
 #: The result files, by how models run.
-FILES = {"eager": "steps", "MiniMax-H3, eager": "steps_h3", "compiled": "steps_compiled"}
+FILES = {"eager": "steps", "newer models, eager": "steps_new", "compiled": "steps_compiled"}
 EAGER = [file for how, file in FILES.items() if how != "compiled"]
 
 
@@ -963,6 +969,6 @@ def checks(loaded: Loaded) -> list[Check]:
 
 
 PLOT = Plot("steps", "A step's time, attention and the rest, over FlashAttention-3's", plot)
-SUITE = Suite("steps", run, {"steps": Block("steps", tables, (PLOT,), beside=("steps_h3", "steps_compiled"))})
-H3_SUITE = Suite("steps_h3", functools.partial(run, h3=True))
+SUITE = Suite("steps", run, {"steps": Block("steps", tables, (PLOT,), beside=("steps_new", "steps_compiled"))})
+NEW_SUITE = Suite("steps_new", functools.partial(run, newer=True))
 COMPILED_SUITE = Suite("steps_compiled", functools.partial(run, compiled=True))

@@ -62,7 +62,7 @@ SUITES: dict[str, Suite] = {
     "language_model": language_model.SUITE,
     "quality": quality.SUITE,
     "steps": steps.SUITE,
-    "steps_h3": steps.H3_SUITE,
+    "steps_new": steps.NEW_SUITE,
     "steps_compiled": steps.COMPILED_SUITE,
     "preprocess": preprocess.SUITE,
     "stages": preprocess.STAGES,

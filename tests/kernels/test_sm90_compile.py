@@ -295,7 +295,9 @@ def test_prefill(name: str, recipe: ha.Recipe) -> None:
     assert opcodes["LDL"] + opcodes["STL"] <= (in_loop if MEASURED else max(in_loop, SPILLED_IN_LOOP))
     assert opcodes["SHFL"] == 4, "a row's maximum alone crosses lanes"
     assert opcodes["LDS"] == 0, "scores pass through shared memory"
-    assert opcodes["MUFU"] == 2 + exponentials + tanhs + ("num_splits" in options), "exponentials, and a quotient"
+    assert opcodes["MUFU"] == 3 + exponentials + tanhs + ("num_splits" in options), (
+        "exponentials, and an edge's quotients"
+    )
     applied = {x.name for x in kernel.passes if x.applied}
     assert {"shared_q", "early_copies", "row_sums" if bits else "pingpong"} <= applied
 
