@@ -97,7 +97,7 @@ class PrefillTile(NamedTuple):
     max_registers: int
 
 
-#: The fastest on an H200, by the largest padded head dim that each is for (docs/notes/paged_cache.md).
+#: The fastest on an H200 without windows and softcaps, by the largest padded head dim (docs/notes/paged_cache.md).
 TILES = {
     64: PrefillTile(bm=64, num_warps=4, num_stages=2, ctas_per_sm=4, max_registers=128),
     128: PrefillTile(bm=64, num_warps=4, num_stages=2, ctas_per_sm=3, max_registers=168),

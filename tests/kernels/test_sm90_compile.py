@@ -196,7 +196,7 @@ DECODED = {
 }
 
 #: The same with so many queries that `fp8_attn_prefill` is taken, and the instructions for spilled registers, all and
-#: in the loop. Most are before and behind the loop, where they are the price of another program on an SM.
+#: in the loop. Most are in the loop of pages that may be open, of which a program has one or two, and beside it.
 PREFILLED: dict[str, tuple[int, int, dict[str, Any], int, tuple[int, int]]] = {
     "d64": (64, 64, {}, 4, (330, 8)),
     "d64_masked_large_pool": (64, 64, {"masked": True, "num_pages": 2**16}, 4, (450, 46)),
