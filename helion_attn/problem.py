@@ -1,6 +1,6 @@
-"""What is asked of the operations: a NamedTuple each, of tensors, or of the buffers of a plan.
+"""The arguments of the operations: a NamedTuple each, of tensors, or of the buffers of a plan.
 
-Its fields are the arguments of the operation's schema (`ops.declare`), and with layouts in place of tensors the key of
+The fields are the arguments of the operation's schema (`ops.declare`), and with layouts in place of tensors the key of
 its plan.
 """
 
@@ -390,7 +390,7 @@ class MergeArgs(NamedTuple):
 
 
 class OpenPagesArgs(NamedTuple):
-    """What an append returned, as `OpenPages` has it.
+    """The open pages that an append returned: the fields of `OpenPages`.
 
     Attributes:
         k8: and the other tensors, pages as those of the cache, or None.
@@ -433,9 +433,9 @@ class DecodeArgs(NamedTuple):
 
 
 def pages_apart(drafts: int) -> int:
-    """Of a packed batch sequence b has its first open page at cu_seqlens[b] // page_size + b times this.
+    """Return the open pages a sequence of a packed batch has beside those that its tokens fill.
 
-    That is room for all pages that its new keys fill, and with drafts for one that follows.
+    Sequence b has its first open page at cu_seqlens[b] // page_size + b times this. That is room for all pages that its new keys fill, and with drafts for one that follows.
     """
     return 1 + (drafts > 0)
 
@@ -633,7 +633,7 @@ class MaskBitsArgs(NamedTuple):
 
 
 class MaskListsArgs(NamedTuple):
-    """What is known of blocks, to the lists of a `BlockMask`.
+    """Kinds of blocks, of which the lists of a `BlockMask` are made.
 
     Attributes:
         kinds: contiguous [B, H, M_blocks, N_blocks]: int32, the number of a block's tile, `WHOLE` or `UNSEEN`; or bool,

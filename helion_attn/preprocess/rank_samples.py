@@ -154,7 +154,7 @@ def of_all_ranks(
     packing: Packing,
     recipe: Recipe,
 ) -> Sampled:
-    """What all ranks know of Q, K and V; the tensors are those of `QuantizeRankArgs`."""
+    """Merge the ranks' samples of Q, K and V into one; the tensors are fields of `QuantizeRankArgs`."""
     end_of_k = _columns(D, D_v)[0]
     # [B, H_kv, rows, columns]
     rows = kv_sample.permute(1, 2, 0, 3)

@@ -1,4 +1,4 @@
-"""What is known of Q, K and V before they are read: means, maxima and sizes of samples of every head, one small kernel.
+"""Samples Q, K and V before they are read whole: means, maxima and sizes of every head, in one small kernel.
 
     key i * (keys // n) for i < n, n = min(keys, `SAMPLED_KEYS`)
 
