@@ -435,7 +435,8 @@ class DecodeArgs(NamedTuple):
 def pages_apart(drafts: int) -> int:
     """Return the open pages a sequence of a packed batch has beside those that its tokens fill.
 
-    Sequence b has its first open page at cu_seqlens[b] // page_size + b times this. That is room for all pages that its new keys fill, and with drafts for one that follows.
+    Sequence b has its first open page at cu_seqlens[b] // page_size + b times this. That is room for all pages that its
+    new keys fill, and with drafts for one that follows.
     """
     return 1 + (drafts > 0)
 

@@ -18,7 +18,14 @@ import torch
 from helion_attn.backward import chunked, kernels
 from helion_attn.backward.autograd import check_out_dtype, differentiate
 from helion_attn.backward.prologue import without_prologue
-from helion_attn.backward.terms import row_dots, row_sums, sink_probability, sinks_gradient, without_keys
+from helion_attn.backward.terms import (
+    gradient_of_lse,
+    row_dots,
+    row_sums,
+    sink_probability,
+    sinks_gradient,
+    without_keys,
+)
 from helion_attn.compiler.buffers import sm_count
 from helion_attn.compiler.slower import warn_slower
 from helion_attn.masks.blocks import BlockMask
@@ -162,7 +169,7 @@ def _backward(a: BackwardArgs) -> tuple[torch.Tensor, ...]:
     out, d_out = (x.transpose(1, 2) if f.bshd else x for x in (a.out, a.d_out))
     dtype = a.dtype if a.dtype.itemsize == 2 else torch.bfloat16
     q, k, v = dequantised(f, torch.float32 if kernel.name == "chunked" else dtype)
-    lse, lse_shift = without_keys(a.lse), None
+    lse, lse_shift, d_lse = without_keys(a.lse), None, gradient_of_lse(a.d_lse, a.lse)
     if packed.lse_shift is not None:
         lse_shift = rows_of(packed.lse_shift, f.m_len)
         lse = lse - scores.scale * lse_shift if scores.is_linear else lse
@@ -170,20 +177,20 @@ def _backward(a: BackwardArgs) -> tuple[torch.Tensor, ...]:
     if kernel.name == "chunked":
         if kernel.is_slow:
             warn_slower(f"a backward pass of helion_attn takes {kernel}")
-        less = row_dots(d_out, out) if a.d_lse is None else row_dots(d_out, out) - a.d_lse
+        less = row_dots(d_out, out) if d_lse is None else row_dots(d_out, out) - d_lse
         visible = visible_scores(f, a.lse.shape)
         dq, dk, dv, capped = chunked.run(q, k, v, d_out.float(), less, lse, lse_shift, scores, visible)
     else:
         d_out_16, q, k, v, out_16 = (laid(x.to(dtype), f.bshd) for x in (d_out, q, k, v, out))
-        dq, dk, dv = kernels.run(kernel, d_out_16, q, k, v, out_16, lse, scores, a.d_lse)
+        dq, dk, dv = kernels.run(kernel, d_out_16, q, k, v, out_16, lse, scores, d_lse)
     d_sinks = a.lse.new_empty(0)
-    if scores.sinks is not None or a.d_lse is not None or capped is not None:
+    if scores.sinks is not None or d_lse is not None or capped is not None:
         delta, p = row_dots(d_out, out), sink_probability(scores.sinks, a.lse)
         if packed.k_mean is not None:
             mean = packed.k_mean[:, :, None, : f.d].repeat_interleave(q.size(1) // k.size(1), 1)
-            dq = dq.float() + scores.scale * row_sums(delta, p, a.d_lse, capped).unsqueeze(3) * mean
+            dq = dq.float() + scores.scale * row_sums(delta, p, d_lse, capped).unsqueeze(3) * mean
         if scores.sinks is not None:
-            d_sinks = sinks_gradient(delta, p, a.d_lse)
+            d_sinks = sinks_gradient(delta, p, d_lse)
     return *(laid(x.to(a.dtype), f.bshd) for x in (dq, dk, dv)), d_sinks
 
 

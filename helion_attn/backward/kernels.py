@@ -76,15 +76,21 @@ def why_chunked(case: Case) -> str | None:
     if not case.is_cuda:
         return "the tensors are on the CPU"
     if not case.scores.is_linear:
-        return "no kernel has a softcap"
+        return "no kernel that is called has a softcap"
     if case.block_sparse:
-        return "no kernel has a block mask"
+        return "no kernel that is called has a block mask"
     if flash_attn_4.takes(case.D, case.D_v):
         return None
     if case.has_lse_gradient:
-        return f"no kernel but that of flash-attn-4=={flash_attn_4.VERSION} takes a gradient of lse"
+        return (
+            f"a gradient of lse takes flash-attn-4=={flash_attn_4.VERSION}, and D = D_v, a multiple of "
+            f"{flash_attn_4.STEP_D} up to {flash_attn_4.MAX_D}"
+        )
     if case.D_v != case.D or case.D > FLASH_D or case.D % STEP_D:
         return f"kernels have D = D_v, a multiple of {STEP_D} up to {FLASH_D}"
+    # With more queries than keys such an edge hides keys of the first queries.
+    if case.N <= case.scores.right < case.M - 1:
+        return "PyTorch's flash attention takes a right edge of N keys for none"
     return None
 
 
@@ -205,7 +211,7 @@ def _flash(
 ) -> Three:
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)
     unused = torch.zeros((), dtype=torch.uint64, device=q.device)
-    # An edge further away hides nothing, and might not fit 32 bits.
+    # An edge further away might not fit 32 bits.
     left, right = (min(edge, size) if edge >= 0 else None for edge, size in ((scores.left, N), (scores.right, M)))
     return torch.ops.aten._flash_attention_backward(
         d_out, q, k, v, out, lse.contiguous(), cu_q, cu_k, M, N, 0.0, scores.right == 0, state, unused,

@@ -25,6 +25,11 @@ def without_keys(lse: torch.Tensor) -> torch.Tensor:
     return torch.where(lse == -math.inf, math.inf, lse)
 
 
+def gradient_of_lse(d_lse: torch.Tensor | None, lse: torch.Tensor) -> torch.Tensor | None:
+    """`d_lse` with 0 for a row that sees no key: its lse is -inf whatever the inputs are."""
+    return None if d_lse is None else d_lse.masked_fill(lse == -math.inf, 0.0)
+
+
 def sink_probability(sinks: torch.Tensor | None, lse: torch.Tensor) -> torch.Tensor:
     """The probability that each row's sink takes, shaped as lse [.., H, M]; 0 without sinks."""
     return torch.zeros_like(lse) if sinks is None else torch.exp(sinks.unsqueeze(1) - without_keys(lse))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,7 +11,14 @@ import torch
 from helion_attn.backward import chunked, kernels
 from helion_attn.backward.autograd import check_out_dtype, differentiate
 from helion_attn.backward.dense import DequantizeRowsArgs, dequantize_rows
-from helion_attn.backward.terms import row_dots, row_sums, sink_probability, sinks_gradient, without_keys
+from helion_attn.backward.terms import (
+    gradient_of_lse,
+    row_dots,
+    row_sums,
+    sink_probability,
+    sinks_gradient,
+    without_keys,
+)
 from helion_attn.compiler.slower import warn_slower
 from helion_attn.configs import Q_FIELDS, blocks_for
 from helion_attn.ops import flops
@@ -183,8 +191,23 @@ def dequantised_16(
     return q, k, v
 
 
+def with_sequences(a: VarlenBackwardArgs) -> tuple[VarlenBackwardArgs, torch.Tensor]:
+    """`a`, and whether its tables are ones: else they are 0, and own no token, as others' kernels do not check them.
+
+    The host reads neither.
+    """
+
+    def is_table(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
+        return (cu_seqlens[0] >= 0) & (cu_seqlens[-1] <= tokens) & (cu_seqlens[1:] >= cu_seqlens[:-1]).all()
+
+    cu_q, cu_k = a.cu_seqlens_q, a.cu_seqlens_k
+    found = is_table(cu_q, a.out.size(0)) & is_table(cu_k, a.n_tokens)
+    return a._replace(cu_seqlens_q=cu_q.where(found, 0), cu_seqlens_k=cu_k.where(found, 0)), found
+
+
 def _backward(a: VarlenBackwardArgs) -> tuple[torch.Tensor, ...]:
     scores, packed = a.scores, a.packed
+    a, has_sequences = with_sequences(a)
     H = a.out.size(1)
     kernel = kernels.choose(case_of(a))
     queries, keys = query_tokens(a), key_tokens(a)
@@ -192,7 +215,7 @@ def _backward(a: VarlenBackwardArgs) -> tuple[torch.Tensor, ...]:
     outside = ~queries.inside
     lse = a.lse.masked_fill(outside, 0.0)
     d_out, out = (x.masked_fill(outside[:, None, None], 0.0) for x in (a.d_out, a.out))
-    d_lse = None if a.d_lse is None else a.d_lse.masked_fill(outside, 0.0)
+    d_lse = gradient_of_lse(None if a.d_lse is None else a.d_lse.masked_fill(outside, 0.0), lse)
     scores_lse, lse_shift = without_keys(lse), None
     if packed.lse_shift is not None:
         lse_shift = packed.lse_shift[0].flatten(1)[:, queries.row]
@@ -220,7 +243,8 @@ def _backward(a: VarlenBackwardArgs) -> tuple[torch.Tensor, ...]:
             dq = dq.float() + scores.scale * row_sums(delta, p, d_lse, capped).T.unsqueeze(2) * mean
         if scores.sinks is not None:
             d_sinks = sinks_gradient(delta, p, d_lse)
-    return *(x.to(a.dtype).contiguous() for x in (dq, dk, dv)), d_sinks
+    found = *(x.to(a.dtype).contiguous() for x in (dq, dk, dv)), d_sinks
+    return tuple(x.where(has_sequences, math.nan) for x in found)
 
 
 def case_of(a: VarlenBackwardArgs) -> kernels.Case:

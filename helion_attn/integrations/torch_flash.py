@@ -19,9 +19,15 @@ from helion_attn.validate.dense import check_qkv
 #: The operator whose kernel is replaced.
 OPERATOR = "_scaled_dot_product_flash_attention"
 
+#: What its backward pass says. PyTorch's would take the 16-bit tensors with the lse of 8-bit ones.
+NO_BACKWARD = (
+    "helion_attn has no backward pass of PyTorch's operator; call helion_attn.sdpa, which has one, or "
+    "restore_flash_attention_impl() first"
+)
+
 
 class FlashImplementation:
-    """Keeps the operator replaced; PyTorch's registry holds it, and calls `remove`."""
+    """Keeps the operator and its backward pass replaced; PyTorch's registry holds it, and calls `remove`."""
 
     def __init__(self, recipe: Recipe, dispatch_key: str) -> None:
         self.library: torch.library.Library | None = torch.library.Library("aten", "IMPL", dispatch_key)
@@ -29,10 +35,14 @@ class FlashImplementation:
         def kernel(*args: Any, **kwargs: Any) -> Any:
             return flash_attention(*args, **kwargs, recipe=recipe)
 
+        def backward(*_: Any, **__: Any) -> Any:
+            raise NotImplementedError(NO_BACKWARD)
+
         self.library.impl(OPERATOR, kernel, dispatch_key)
+        self.library.impl(f"{OPERATOR}_backward", backward, dispatch_key)
 
     def remove(self) -> None:
-        """Put the operator's own kernel back."""
+        """Put the operators' own kernels back."""
         self.library = None
 
 

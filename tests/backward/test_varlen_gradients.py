@@ -115,3 +115,18 @@ def test_opcheck() -> None:
         x.detach() if isinstance(x, torch.Tensor) else x for x in varlen.attention_varlen_backward.values(asked)
     )
     torch.library.opcheck(torch.ops.helion_attn.attention_varlen_backward, detached)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 20.0, "causal": True}], ids=["linear", "softcap"])
+@pytest.mark.parametrize("table", [[0, 60, 40], [-5, 20, 40], [0, 30, 60]], ids=["descends", "negative", "past"])
+@pytest.mark.parametrize("of_keys", [False, True])
+def test_gradients_of_a_table_that_is_none_are_nan(of_keys: bool, table: list[int], options: dict[str, Any]) -> None:
+    """As its outputs are: no kernel is given it, which would read and write elsewhere."""
+    q, k, v, d_out = tokens(2, 2, 64, 40, 40)
+    tables = [torch.tensor(x, dtype=torch.int32) for x in ([0, 20, 40], [0, 20, 40])]
+    tables[of_keys] = torch.tensor(table, dtype=torch.int32)
+    given = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = ha.attention_varlen(*given, *tables, return_lse=True, **options)
+    assert out.isnan().all()
+    for found in (torch.autograd.grad(out, given, d_out, retain_graph=True), torch.autograd.grad(lse.sum(), given)):
+        assert all(x.isnan().all() for x in found)

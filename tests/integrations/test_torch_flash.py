@@ -57,6 +57,17 @@ def test_schema(device: str) -> None:
 
 
 @pytest.mark.usefixtures("replaced")
+def test_no_backward_pass_of_another(device: str) -> None:
+    """Not in a graph either, whose forward pass runs without grad: PyTorch's would take the 16-bit tensors."""
+    qkv = [x.requires_grad_() for x in make_qkv("randn", 2, 2, 1, 40, 40, 64, device=device)]
+    with pytest.raises(RuntimeError, match="query requires grad"):
+        operator(*qkv)
+    out = torch.compile(lambda q, k, v: operator(q, k, v)[0], backend="aot_eager", fullgraph=True)(*qkv)
+    with pytest.raises(NotImplementedError, match=r"no backward pass.*helion_attn\.sdpa"):
+        out.sum().backward()
+
+
+@pytest.mark.usefixtures("replaced")
 def test_what_it_refuses(device: str) -> None:
     q, k, v = make_qkv("randn", 1, 2, 2, 24, 40, 32, device=device)
     with pytest.raises(NotImplementedError, match=r"dropout_p is 0\.1; it must be 0"):
