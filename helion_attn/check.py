@@ -165,7 +165,11 @@ class _Sample:
         rows = torch.randperm(self.M, generator=torch.Generator().manual_seed(0))[:ROWS].sort().values
         self.rows = rows.to(self.q.device)
         #: Which keys the mask shows them, bool [heads, rows, N], or None.
-        self.seen = None if mask is None else torch.stack([mask._seen_by(b, h, self.rows) for b, h, _kv in self.heads])
+        self.seen: torch.Tensor | None = None
+        if mask is not None:
+            kinds = mask._kinds()
+            of_heads = [kinds[b % mask.B, h % mask.H] for b, h, _kv in self.heads]
+            self.seen = torch.stack([mask._seen_by(self.rows, x) for x in of_heads])
         #: Whether the presets with 16-bit P and V have a kernel.
         self.has_16_bits = max(self.D, self.v.size(3)) <= SUPPORTED_D[-1]
 

@@ -163,7 +163,7 @@ def problem_of(
 
 def rows_of_mask(mask: ha.BlockMask, rows: Tensor) -> ha.BlockMask:
     """What some queries of a mask see, int64 [rows], as a mask of these queries."""
-    return ha.BlockMask.from_dense(torch.stack([mask._seen_by(0, h, rows) for h in range(mask.H)]))
+    return ha.BlockMask.from_dense(torch.stack([mask._seen_by(rows, kinds) for kinds in mask._kinds()[0]]))
 
 
 def make_problem(w: Workload, kind: str, options: Options, checked_rows: int | None = None) -> Problem:

@@ -9,6 +9,7 @@ With a softcap S = cap t, t = tanh(scale Q K^T / cap), and dS is multiplied by 1
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -66,7 +67,7 @@ def run(
     lse: torch.Tensor,
     lse_shift: torch.Tensor | None,
     scores: ScoreOptions,
-    visible: torch.Tensor | None,
+    visible: Callable[[int, int], torch.Tensor] | None,
 ) -> Gradients:
     """Compute the gradients.
 
@@ -79,7 +80,7 @@ def run(
         lse: fp32 [B, H, M]; inf of a row that sees no key.
         lse_shift: fp32 [B, H, M], what scores have besides `q k^T`; only a softcap can tell. Or None.
         scores: which scores there are, and how they are scaled.
-        visible: bool [B, H, M, N], which of these there are; None for all.
+        visible: gives which of these there are, bool [B, H, rows, N], for a first and a last row; None for all.
     """
     (B, H, M, _), (H_kv, N) = q.shape, k.shape[1:3]
     scale, cap = scores.scale, scores.softcap
@@ -87,7 +88,6 @@ def run(
     q, d_out, delta, lse = (x.unflatten(1, (H_kv, H // H_kv)) for x in (q, d_out, delta, lse))
     if lse_shift is not None:
         lse_shift = lse_shift.unflatten(1, (H_kv, H // H_kv))
-    visible = None if visible is None else visible.unflatten(1, (H_kv, H // H_kv))
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     capped = None if cap is None else torch.zeros_like(lse)
     rows = max(1, SCORES_AT_ONCE // (B * H * N))
@@ -110,7 +110,7 @@ def run(
         d_s = d_out_i @ v_i.mT - delta[:, :, :, i:j, None]
         hidden = hidden_scores(i, j, first, last, N - M, scores, q.device)
         if visible is not None:
-            unseen = ~visible[:, :, :, i:j, first:last]
+            unseen = ~visible(i, j)[..., first:last].unflatten(1, (H_kv, H // H_kv))
             hidden = unseen if hidden is None else hidden | unseen
         if hidden is not None:  # what is hidden may be anything, NaN included
             p, d_s = p.masked_fill(hidden, 0.0), d_s.masked_fill(hidden, 0.0)

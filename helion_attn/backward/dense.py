@@ -10,7 +10,7 @@ and products with a large mean would lose the rest. `terms` says where the mean 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -178,7 +178,7 @@ def _backward(a: BackwardArgs) -> tuple[torch.Tensor, ...]:
         if kernel.is_slow:
             warn_slower(f"a backward pass of helion_attn takes {kernel}")
         less = row_dots(d_out, out) if d_lse is None else row_dots(d_out, out) - d_lse
-        visible = visible_scores(f, a.lse.shape)
+        visible = visible_scores(f, *a.lse.shape[:2])
         dq, dk, dv, capped = chunked.run(q, k, v, d_out.float(), less, lse, lse_shift, scores, visible)
     else:
         d_out_16, q, k, v, out_16 = (laid(x.to(dtype), f.bshd) for x in (d_out, q, k, v, out))
@@ -194,12 +194,17 @@ def _backward(a: BackwardArgs) -> tuple[torch.Tensor, ...]:
     return *(laid(x.to(a.dtype), f.bshd) for x in (dq, dk, dv)), d_sinks
 
 
-def visible_scores(f: AttentionArgs, rows: torch.Size) -> torch.Tensor | None:
-    """The scores that a block mask shows, bool [B, H, M, N]; None without a mask."""
+def visible_scores(f: AttentionArgs, B: int, H: int) -> Callable[[int, int], torch.Tensor] | None:
+    """Give the scores of rows that a block mask shows, bool [B, H, rows, N]; None without a mask."""
     if not f.block_mask.block_sparse:
         return None
     mask = BlockMask._of_lists(f.m_len, f.n_len, *f.block_mask)  # type: ignore[arg-type]
-    return mask.to_dense().expand(*rows, -1)
+    kinds = mask._kinds()
+
+    def rows(first: int, last: int) -> torch.Tensor:
+        return mask._seen_by(torch.arange(first, last, device=kinds.device), kinds).expand(B, H, -1, -1)
+
+    return rows
 
 
 def _fake_backward(a: BackwardArgs) -> tuple[torch.Tensor, ...]:

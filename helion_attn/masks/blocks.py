@@ -215,15 +215,15 @@ class BlockMask(types.BlockMask):
         scores = tiles[self._kinds()].transpose(3, 4).flatten(4, 5).flatten(2, 3)
         return scores[:, :, : self.M, : self.N].contiguous()
 
-    def _seen_by(self, b: int, h: int, rows: torch.Tensor) -> torch.Tensor:
-        """Which keys some queries of a head see: bool [rows, N]."""
-        # [rows, N_blocks]
-        kinds = self._kinds()[b % self.B, h % self.H][rows // MASK_BLOCK]
-        # [rows, N_blocks, words of a row]
-        words = self.tiles[kinds.clamp_min(0), (rows % MASK_BLOCK).unsqueeze(1)]
-        words = torch.where(kinds.unsqueeze(2) < 0, (kinds.unsqueeze(2) == WHOLE) * -1, words)
+    def _seen_by(self, rows: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+        """Which keys some queries see, bool [.., rows, N]; `kinds` [.., M_blocks, N_blocks] are of some heads."""
+        # [.., rows, N_blocks, 1]
+        kinds = kinds[..., rows // MASK_BLOCK, :].unsqueeze(-1)
+        # [.., rows, N_blocks, words of a row]
+        words = self.tiles[kinds.squeeze(-1).clamp_min(0), (rows % MASK_BLOCK).unsqueeze(1)]
+        words = torch.where(kinds < 0, (kinds == WHOLE) * -1, words)
         bits = torch.arange(WORD, dtype=torch.int32, device=self.device)
-        return (words.unsqueeze(3) >> bits & 1).bool().flatten(1)[:, : self.N]
+        return (words.unsqueeze(-1) >> bits & 1).bool().flatten(-3)[..., : self.N]
 
     def _kinds(self) -> torch.Tensor:
         """What `_of_kinds` takes, int64."""

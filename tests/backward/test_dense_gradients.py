@@ -10,7 +10,7 @@ import torch
 
 import helion_attn as ha
 from helion_attn.api import dense_problem
-from helion_attn.backward import dense, flash_attn_4, kernels
+from helion_attn.backward import chunked, dense, flash_attn_4, kernels
 from helion_attn.backward.dense import attention_backward, attention_training
 from helion_attn.testing import relative_error
 from helpers.gradients import Tensors, errors, exact, exact_gradients, inputs
@@ -148,7 +148,10 @@ def test_gradient_of_lse() -> None:
         assert d_v.abs().max() == 0
 
 
-def test_block_mask() -> None:
+def test_block_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In runs of rows: of a long sequence no mask of all scores is made."""
+    monkeypatch.setattr(chunked, "SCORES_AT_ONCE", 2 * 260 * 50)
+    monkeypatch.setattr(ha.BlockMask, "to_dense", None)
     q, k, v, d_out = inputs("biased_k", 2, 1, 200, 260, 64)
     visible = torch.rand(1, 2, 200, 260, generator=torch.Generator().manual_seed(2)) < 0.4
     visible[:, :, 17] = False
