@@ -57,7 +57,7 @@ from helion_attn.kernels.lib.inline_asm import e4m3_of_bits, exp2, fma, in_new_r
 from helion_attn.kernels.lib.keys import (
     SplitLists,
     known_keys,
-    page_at_hand,
+    page_by_bits,
     page_of,
     page_of_entry,
     queries_of_sequence,
@@ -134,15 +134,12 @@ TILES = {
     ),
     512: (DecodeTile(8, num_stages=2, ctas_per_sm=1, max_registers=255),) * 2,
 }
-#: With int8 keys fewer registers are 2 to 6% faster where rows are few, of as many programs on an SM.
-INT8_TILES = TILES | {128: (DecodeTile(4, num_stages=3, ctas_per_sm=2, max_registers=168), TILES[128][1])}
 
 
 def decode_tile(cache: PagedKVCache, rows: int) -> DecodeTile:
     """The tile for a cache and a program's rows: that of the larger head dim, which has the registers for both."""
     larger_d = max(cache.k8.size(3), cache.v8.size(2))
-    tiles = INT8_TILES if cache.k8.dtype == torch.int8 else TILES
-    return next(of_rows[rows > MIN_ROWS] for most, of_rows in tiles.items() if larger_d <= most)
+    return next(of_rows[rows > MIN_ROWS] for most, of_rows in TILES.items() if larger_d <= most)
 
 
 def in_order_of_v(p8: torch.Tensor, bn: int, rows: int) -> torch.Tensor:
@@ -316,15 +313,15 @@ def fp8_attn_decode(
         n_closed = torch.minimum(torch.maximum(closed_pages(n_len, drafts, spec), int32(n_begin)), int32(n_end))
         first_entry = int32(b * max_pages)
         entry = hl.load(block_table, [first_entry + imin(n_begin, int32(max_pages - 1))])
-        next_page = page_at_hand(entry, num_pages)[0]
+        next_page = page_by_bits(entry, num_pages)[0]
         next_k, next_v = descales_of_page(k_descale, v_descale, next_page, page_step, h, head_step, spec.is_cuda)
         for j in hl.grid(n_begin, n_closed):
-            page, known_page = page_of_entry(entry, num_pages)
-            known_page = page_at_hand(entry, num_pages)[1]
+            page = page_of_entry(entry, num_pages)[0]
+            known_page = page_by_bits(entry, num_pages)[1]
             page_k, page_v = next_k, next_v
-            # Loaded in the iteration that uses them, an entry and descales would be waited for.
+            # One iteration early: warps would wait for what they use in the same one.
             entry = hl.load(block_table, [first_entry + imin(n_closed - 1, int32(j + 1))])
-            next_page = page_at_hand(entry, num_pages)[0]
+            next_page = page_by_bits(entry, num_pages)[0]
             next_k, next_v = descales_of_page(k_descale, v_descale, next_page, page_step, h, head_step, spec.is_cuda)
             # Nothing stands between the loads, so they have one barrier.
             k_pieces, v_tile = k_of_page(k8, page, h, spec), v_of_page(v8, page, h, 0, 0, spec)
@@ -462,7 +459,7 @@ def fp8_attn_decode(
             sink = hl.load(sinks, [head], extra_mask=in_range)
             if spec.scores.lse_shift_in_lse:
                 sink = sink - hl.load(lse_shift, [shift_rows], extra_mask=in_range)
-            # In new registers, or a product and a sum would be one FMA, and bits others with one split.
+            # Else this product and `add_sink`'s sum are one FMA in some kernels, which rounds once.
             sink_log2 = in_new_registers(sink * LOG2E, spec.is_cuda)
             sink_log2 = torch.where(split + 0 * r == 0, sink_log2, float("-inf"))
             rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, spec)

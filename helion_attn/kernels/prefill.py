@@ -26,10 +26,10 @@ import torch
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, Config, helion, hl
 from helion_attn.compiler.runners import Runner, compiled, interpreted
 from helion_attn.configs import MAX_FRESH_D, MAX_PIECE
-from helion_attn.kernels.lib.inline_asm import computed_again, e4m3_of_bits, exp2, fma, in_new_registers
+from helion_attn.kernels.lib.inline_asm import e4m3_of_bits, exp2, fma, in_new_registers, opaque_copy
 from helion_attn.kernels.lib.keys import (
     known_keys,
-    page_at_hand,
+    page_by_bits,
     page_of,
     page_of_entry,
     queries_of_batch,
@@ -284,7 +284,7 @@ def fp8_attn_prefill(
         known_scale_log2 = torch.where(q_scale_log2 < float("inf"), q_scale_log2, 0.0)
         largest_q_scale_log2 = torch.amax(known_scale_log2, 0)
         first_entry = int32(b * max_pages)
-        # [bm], of `lse_shift` and `lse`
+        # [bm], of `lse_shift`
         lse_rows = head * m_len + first_query + query
         if not spec.batch:
             lse_rows = lse_rows + b * kv_heads * group * m_len
@@ -292,17 +292,17 @@ def fp8_attn_prefill(
         if spec.scores.lse_shift_in_scores:
             shift = hl.load(lse_shift, [lse_rows], extra_mask=in_range)
         entry = hl.load(block_table, [first_entry + imin(n_begin, int32(max_pages - 1))])
-        next_page = page_at_hand(entry, num_pages)[0]
+        next_page = page_by_bits(entry, num_pages)[0]
         next_k, next_v = descales_of_page(k_descale, v_descale, next_page, page_step, h, head_step, spec.is_cuda)
         # Pages from there on may be open.
         n_closed = torch.minimum(torch.maximum(closed_pages(n_len, drafts, spec), int32(n_begin)), int32(n_end))
         for j in hl.grid(n_begin, n_closed):
-            page, known_page = page_of_entry(entry, num_pages)
-            known_page = page_at_hand(entry, num_pages)[1]
+            page = page_of_entry(entry, num_pages)[0]
+            known_page = page_by_bits(entry, num_pages)[1]
             page_k, page_v = next_k, next_v
-            # Loaded in the iteration that uses them, an entry and descales would be waited for.
+            # One iteration early: warps would wait for what they use in the same one.
             entry = hl.load(block_table, [first_entry + imin(n_closed - 1, int32(j + 1))])
-            next_page = page_at_hand(entry, num_pages)[0]
+            next_page = page_by_bits(entry, num_pages)[0]
             next_k, next_v = descales_of_page(k_descale, v_descale, next_page, page_step, h, head_step, spec.is_cuda)
             # [bn, D_pad], or its halves, and [d_v_tile, bn]
             k_pieces, v_tile = k_of_page(k8, page, h, spec), v_of_page(v8, page, h, v_part, 0, spec)
@@ -317,13 +317,13 @@ def fp8_attn_prefill(
             if edge > 0:
                 key = int32(j * bn) + hl.arange(bn, dtype=torch.int32)
                 # [bm]
-                row_again = computed_again(first_row + hl.arange(spec.rows, dtype=torch.int32), spec.is_cuda)
-                on_diagonal_again = diagonal + quotient(row_again, int32(group))
-                visible = visible_keys(key, on_diagonal_again, n_len, int32(left), int32(right), spec.scores)
-                visible = in_split_of_query(visible, j, on_diagonal_again, n_len, left, right, split, splits, spec)
+                row_at_edge = opaque_copy(first_row + hl.arange(spec.rows, dtype=torch.int32), spec.is_cuda)
+                on_diagonal_at_edge = diagonal + quotient(row_at_edge, int32(group))
+                visible = visible_keys(key, on_diagonal_at_edge, n_len, int32(left), int32(right), spec.scores)
+                visible = in_split_of_query(visible, j, on_diagonal_at_edge, n_len, left, right, split, splits, spec)
                 if spec.has_open_pages:
-                    own_page_again = own_page_of(on_diagonal_again, n_len, right, spec)
-                    there = in_open_pages(j, own_page_again, n_len, new, drafts, spec)
+                    own_page_at_edge = own_page_of(on_diagonal_at_edge, n_len, right, spec)
+                    there = in_open_pages(j, own_page_at_edge, n_len, new, drafts, spec)
                     visible = visible & (there.to(torch.int32) == 0).unsqueeze(1)
                 s = torch.where(visible, s, float("-inf"))
             m_before = m_i
@@ -359,11 +359,11 @@ def fp8_attn_prefill(
         acc = in_new_registers(acc, spec.is_cuda)
         if spec.split_v:
             acc_high = in_new_registers(acc_high, spec.is_cuda)
-        # [bm]. Kept through the loop, what a row is would take registers: an SM would hold fewer programs.
-        r_after = computed_again(first_row + hl.arange(spec.rows, dtype=torch.int32), spec.is_cuda)
-        in_range_after = r_after < rows_of_group
-        query_after = quotient(r_after, int32(group))
-        head_after = h * group + r_after - query_after * int32(group)
+        # [bm]. A row's query and head, computed again: kept through the loop, they would hold registers of it.
+        row_after = opaque_copy(first_row + hl.arange(spec.rows, dtype=torch.int32), spec.is_cuda)
+        in_range_after = row_after < rows_of_group
+        query_after = quotient(row_after, int32(group))
+        head_after = h * group + row_after - query_after * int32(group)
         on_diagonal = diagonal + query_after
         own_page = own_page_of(on_diagonal, n_len, right, spec) if spec.has_open_pages else n_len
         lse_rows_after = head_after * m_len + first_query + query_after
@@ -463,9 +463,9 @@ def fp8_attn_prefill(
             sink = hl.load(sinks, [head_after], extra_mask=in_range_after)
             if spec.scores.lse_shift_in_lse:
                 sink = sink - hl.load(lse_shift, [lse_rows_after], extra_mask=in_range_after)
-            # In new registers, or a product and a sum would be one FMA, and a row's bits not those of decoding.
+            # Else this product and `add_sink`'s sum are one FMA in some kernels, which rounds once.
             sink_log2 = in_new_registers(sink * LOG2E, spec.is_cuda)
-            sink_log2 = torch.where(split + 0 * r_after == 0, sink_log2, float("-inf"))
+            sink_log2 = torch.where(split + 0 * row_after == 0, sink_log2, float("-inf"))
             rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, spec)
             normaliser = rescale / total
         no_key = row_sum == 0.0

@@ -25,8 +25,6 @@ Where a list says which block an iteration is of, the loop carries the list's en
 to that of the products: what is copied later takes the entry of the iteration before. The next entry is loaded at the
 beginning of an iteration. Triton has that at its end, right before it is used.
 
-What a kernel marks by `MEANWHILE`, loads of a few numbers of the block at hand, is waited for there, too.
-
 The wait for Q, which Triton has where Q is loaded, moves after the first copies of K and V.
 
 No sum changes. A loop that does not look like the above stays as it is, and the outcome says what is other.
@@ -63,9 +61,6 @@ from helion_attn.compiler.passes.ttgir import (
 )
 
 NAME = "early_copies"
-
-#: Marks inline assembly that loads something of the block at hand: it comes there, too, behind the copies.
-MEANWHILE = "// while products run"
 
 #: The block that comes into the buffer of the block before the last.
 EARLY_BLOCK = "%early_block"
@@ -242,9 +237,7 @@ def rescheduled(loop: Loop) -> tuple[list[str], str]:
     # loop: what is stored there may come into K's buffers, whose reading Triton takes for done.
     barrier, outer = f"{loop.indent}  {BARRIER}", loop.indent + BARRIER
     issued, rest = moved.body[: behind + 1], moved.body[behind + 1 :]
-    marked = [i for i, line in enumerate(rest) if MEANWHILE in line]
-    meanwhile, rest = taken_out(rest, marked, 0)
-    body = [*issued, barrier, *group, barrier, *meanwhile, *rest]
+    body = [*issued, barrier, *group, barrier, *rest]
     moved = replace(moved, before=_with_last_wait_after(moved), body=body)
     if in_one_buffer:
         moved = with_single_k_buffer(moved)

@@ -253,8 +253,11 @@ def in_new_registers(x: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
     return x
 
 
-def computed_again(x: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
-    """`x` of int32. The compiler does not know that it is equal to one computed before, and need not keep that one."""
+def opaque_copy(x: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
+    """`x` of int32, as a value that compilers do not trace back: what is computed from it is computed anew.
+
+    So no result from before a loop stays in registers through it. Not a move, which ptxas propagates.
+    """
     if is_cuda:
         return hl.inline_asm_elementwise(
             "lop3.b32 $0, $1, $1, $1, 0xFE;", "=r,r", [x], dtype=torch.int32, is_pure=False, pack=1

@@ -270,8 +270,8 @@ def page_of_entry(listed: torch.Tensor, num_pages: int) -> tuple[torch.Tensor, t
     return torch.where(known, listed, int32(0)), known
 
 
-def page_at_hand(listed: torch.Tensor, num_pages: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`page_of_entry` by other operations: the same ones would have the loop carry what it has copied by."""
+def page_by_bits(listed: torch.Tensor, num_pages: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`page_of_entry` by operations on bits: by the same ones a loop would carry the page that copies have, too."""
     # All ones, or 0.
     known = ((listed >> 31) ^ -1) & ((listed - int32(num_pages)) >> 31)
     return listed & known, known != 0

@@ -70,7 +70,6 @@ def descales_of_page(
 DESCALES_OF_PAGE = """tl.inline_asm_elementwise(
     asm='''
     {{
-    // while products run
     .reg .b64 at, k_at, v_at;
     mul.wide.s32 at, $4, $5;
     mad.wide.s32 at, $6, $7, at;
