@@ -111,7 +111,8 @@ CHECKED_FILES = (
         "varlen",
         "split",
     ),
-    *("decode", "language_model", "model_channels", "startup", "host", "distributed", "auto", "steps", "norms"),
+    *("decode", "language_model", "model_channels", "startup", "host", "distributed", "auto", "norms"),
+    *("steps", "steps_new", "steps_compiled"),
     *("training", "loss_curves"),
 )
 
@@ -181,7 +182,11 @@ def caption(block: Block, loaded: Loaded) -> str:
     names |= {"cudnn": "cuDNN", "fa3": "fa3-fwd", "sageattention": "SageAttention"}
     names |= {name: name for name in ("diffusers", "transformers")}
     versions = ", ".join(f"{label} {meta[name]}" for name, label in names.items() if meta.get(name))
-    runs = [run_of(loaded[suite]) for suite in (block.file, *block.beside) if suite in loaded]
+    runs = []
+    for suite in (block.file, *block.beside):
+        if suite in loaded:
+            other = loaded[suite]["meta"].get("gpu") or "CPU"
+            runs.append(run_of(loaded[suite]) + ("" if other == (meta.get("gpu") or "CPU") else f" on {other}"))
     return f"{meta.get('gpu') or 'CPU'}, {versions}; {'; and '.join(runs)}"
 
 

@@ -6,7 +6,7 @@
 
 A denoising step of diffusers' models, and a prefill of transformers', at a batch of one. Weights are random numbers in
 bf16, made on the GPU. `steps` runs eager: a step's time, what of it is attention, and the memory at its peak.
-`steps_new` has models of 2025 and 2026.
+`steps_new` has MiniMax-H3, HunyuanVideo 1.5, FLUX.2 and Z-Image.
 `steps_compiled` compiles the repeated blocks with `torch.compile`, inside of which nothing is timed; no language model
 keeps a cache there.
 

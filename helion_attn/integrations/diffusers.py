@@ -95,7 +95,7 @@ def register_diffusers(
     models: torch.nn.Module | Sequence[torch.nn.Module] = (),
     scheduler: Any = None,
 ) -> None:
-    """Add FP8 attention to diffusers' backends (0.42), for inference.
+    """Add FP8 attention to diffusers' backends (0.42).
 
     `model.set_attention_backend(name)`, `pipeline.transformer.set_attention_backend(name)` and
     `with diffusers.attention_backend(name):` then run it. Padding masks, such as those of HunyuanVideo and Qwen-Image,
@@ -456,4 +456,6 @@ def attend_to_pattern(
 
 def backward(ctx: Any, grad_out: torch.Tensor, *args: Any) -> None:
     """There is none."""
-    raise NotImplementedError("helion_attn has no backward pass: run the model in torch.no_grad()")
+    raise NotImplementedError(
+        "helion_attn has no backward pass under diffusers' context parallelism: call it in torch.no_grad()"
+    )

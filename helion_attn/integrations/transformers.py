@@ -51,7 +51,7 @@ IGNORED = {
 
 
 def register_transformers(name: str = "helion_fp8", *, recipe: Recipe | RecipeName | Auto = BALANCED) -> None:
-    """Make `attn_implementation=name` FP8 attention in transformers (5.x), for inference.
+    """Make `attn_implementation=name` FP8 attention in transformers (5.x).
 
     For decoders, with GQA, sliding windows, softcaps and sinks, and a cache that grows (transformers' default), in
     prefill and decode; and for encoders. Queries, keys and values are quantised on every call, the cached ones too: the

@@ -53,7 +53,7 @@ def register() -> None:
 
 def backend(self: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Quantise Q, K and V ([B, H, N, D]) and return what tritonbench times: the attention kernel alone."""
-    # The operator's inputs require grad (except in mode fwd_no_grad), and helion_attn is forward only.
+    # The operator's inputs require grad (except in mode fwd_no_grad), and packed tensors have no gradient.
     qkv = quantize(q.detach(), k.detach(), v.detach())
     causal, sm_scale = self.causal, self.sm_scale
     return lambda: attention_quantized(qkv, causal=causal, sm_scale=sm_scale)
