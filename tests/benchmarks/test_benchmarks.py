@@ -268,7 +268,8 @@ def test_loss_curves_start_alike() -> None:
 def test_every_promise_has_one_bound() -> None:
     root = Path(__file__).parents[2]
     loaded = load(root / RESULTS)
-    assert set(report.CHECKED_FILES) <= {block.file for block in report.BLOCKS.values()}
+    shown = {name for block in report.BLOCKS.values() for name in (block.file, *block.beside)}
+    assert set(report.CHECKED_FILES) <= shown
     assert set(report.CHECKED_FILES) <= set(loaded)
     found = by_promise(report.all_checks(loaded))
     assert all(len({check.relation for check in promise.checks}) == 1 for promise in found)
