@@ -21,17 +21,41 @@ MAX_D, STEP_D = 256, 32
 
 
 @functools.cache
+def installed_version() -> str | None:
+    """The package's version, or None where it is not installed."""
+    try:
+        return version("flash-attn-4")
+    except PackageNotFoundError:
+        return None
+
+
 def is_here() -> bool:
     """Whether the package is installed in the version that is known."""
-    try:
-        return version("flash-attn-4") == VERSION
-    except PackageNotFoundError:
-        return False
+    return installed_version() == VERSION
+
+
+def other_version() -> str | None:
+    """The package's version where it is installed in one that is not called."""
+    found = installed_version()
+    return None if found == VERSION else found
+
+
+def has_head_dims(D: int, D_v: int) -> bool:
+    """Whether it is right with these head dims."""
+    return D_v == D <= MAX_D and D % STEP_D == 0
 
 
 def takes(D: int, D_v: int) -> bool:
     """Whether it is here, and is right with these head dims."""
-    return is_here() and D_v == D <= MAX_D and D % STEP_D == 0
+    return is_here() and has_head_dims(D, D_v)
+
+
+def other_version_text(D: int, D_v: int) -> str:
+    """What a reason ends with where only the version keeps it from being called; else nothing."""
+    found = other_version()
+    if found is None or not has_head_dims(D, D_v):
+        return ""
+    return f"; flash-attn-4 {found} is installed, of which only {VERSION} is called"
 
 
 def run(

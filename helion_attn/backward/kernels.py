@@ -81,6 +81,12 @@ def why_chunked(case: Case) -> str | None:
         return "no kernel that is called has a block mask"
     if flash_attn_4.takes(case.D, case.D_v):
         return None
+    reason = why_not_flash(case)
+    return None if reason is None else reason + flash_attn_4.other_version_text(case.D, case.D_v)
+
+
+def why_not_flash(case: Case) -> str | None:
+    """Say what neither PyTorch's flash attention nor cuDNN's has of a case without a softcap and a block mask."""
     if case.has_lse_gradient:
         return (
             f"a gradient of lse takes flash-attn-4=={flash_attn_4.VERSION}, and D = D_v, a multiple of "
@@ -88,10 +94,29 @@ def why_chunked(case: Case) -> str | None:
         )
     if case.D_v != case.D or case.D > FLASH_D or case.D % STEP_D:
         return f"kernels have D = D_v, a multiple of {STEP_D} up to {FLASH_D}"
-    # With more queries than keys such an edge hides keys of the first queries.
-    if case.N <= case.scores.right < case.M - 1:
-        return "PyTorch's flash attention takes a right edge of N keys for none"
+    left, right = flash_edges(case.scores, case.M, case.N)
+    # It takes a right edge of N keys or more for none, and for none takes one of N keys where there is a left edge.
+    # Either is another mask where the first query is more than N keys before the last key.
+    if case.N < case.M - 1 and not 0 <= right < case.N and (left >= 0 or right >= 0):
+        return "PyTorch's flash attention has no right edge beyond N keys"
+    if case.D % flash_attn_4.STEP_D and active_flash_impl() == "FA4" and why_not_cudnn(case) is not None:
+        return f"PyTorch's flash attention is FA4, which is called with head dims of {flash_attn_4.STEP_D}s alone"
     return None
+
+
+def flash_edges(scores: ScoreOptions, M: int, N: int) -> tuple[int, int]:
+    """The window's edges; -1 for one that hides no key, which might not fit 32 bits.
+
+    M and N are those of the longest sequence, or more.
+    """
+    return scores.left if scores.left < N - 1 else -1, scores.right if scores.right < M - 1 else -1
+
+
+def active_flash_impl() -> str | None:
+    """Name what runs PyTorch's flash attention in the place of its own, if this PyTorch lets others do so."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    name: str | None = None if current is None else current()
+    return name
 
 
 def largest_cudnn_d() -> int:
@@ -123,9 +148,11 @@ def choose(case: Case) -> BackwardKernel:
     """Choose the kernel of a backward pass."""
     if (reason := why_chunked(case)) is not None:
         return BackwardKernel("chunked", reason, is_slow=case.is_cuda)
-    if (reason := why_not_cudnn(case)) is not None:
-        return BackwardKernel("flash_attn_4" if flash_attn_4.takes(case.D, case.D_v) else "flash", reason)
-    return BackwardKernel("cudnn", "the fastest that takes the mask")
+    if (reason := why_not_cudnn(case)) is None:
+        return BackwardKernel("cudnn", "the fastest that takes the mask")
+    if flash_attn_4.takes(case.D, case.D_v):
+        return BackwardKernel("flash_attn_4", reason)
+    return BackwardKernel("flash", reason + flash_attn_4.other_version_text(case.D, case.D_v))
 
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -189,8 +216,11 @@ def run_varlen(
 ) -> Three:
     """dQ, dK and dV of packed sequences [tokens, heads, D]; lse and its gradient [H, tokens].
 
-    The host does not know the longest sequence: launches are sized for one that has all tokens.
+    The host does not know the longest sequence: launches are sized for one that has all tokens. Without queries or keys
+    nothing is launched.
     """
+    if q.size(0) == 0 or k.size(0) == 0:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     if kernel.name == "flash_attn_4":
         return flash_attn_4.run(d_out, q, k, v, out, lse, scores, d_lse, cu_seqlens_q, cu_seqlens_k)
     return _flash(d_out, q, k, v, out, lse, scores, q.size(0), k.size(0), cu_seqlens_q, cu_seqlens_k)
@@ -211,8 +241,7 @@ def _flash(
 ) -> Three:
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)
     unused = torch.zeros((), dtype=torch.uint64, device=q.device)
-    # An edge further away might not fit 32 bits.
-    left, right = (min(edge, size) if edge >= 0 else None for edge, size in ((scores.left, N), (scores.right, M)))
+    left, right = (edge if edge >= 0 else None for edge in flash_edges(scores, M, N))
     return torch.ops.aten._flash_attention_backward(
         d_out, q, k, v, out, lse.contiguous(), cu_q, cu_k, M, N, 0.0, scores.right == 0, state, unused,
         scale=scores.scale, window_size_left=left, window_size_right=right,

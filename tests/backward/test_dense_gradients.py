@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -12,6 +13,7 @@ import helion_attn as ha
 from helion_attn.api import dense_problem
 from helion_attn.backward import chunked, dense, flash_attn_4, kernels
 from helion_attn.backward.dense import attention_backward, attention_training
+from helion_attn.options import ScoreOptions
 from helion_attn.testing import relative_error
 from helpers.gradients import Tensors, errors, exact, exact_gradients, inputs
 from helpers.memory import nan_filled_memory
@@ -304,8 +306,6 @@ def test_opcheck() -> None:
     torch.library.opcheck(torch.ops.helion_attn.attention_backward, detached)
 
 
-#: A right edge that PyTorch's flash attention takes for none, since it has so many keys, and that hides some.
-RIGHT_OF_ALL_KEYS = {"N": 40}
 CHOICES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("cudnn", {}, {}),
     ("cudnn", {"causal": True}, {}),
@@ -315,7 +315,11 @@ CHOICES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("flash", {}, {"M": 1}),
     ("flash", {"window": (-1, 30)}, {"N": 40}),
     ("flash", {"window": (-1, 60)}, {"N": 40, "M": 61}),
-    ("chunked", {"window": (-1, 60)}, RIGHT_OF_ALL_KEYS),
+    ("chunked", {"window": (-1, 60)}, {"N": 40}),
+    ("chunked", {"window": (9, -1)}, {"N": 40, "M": 61}),
+    ("chunked", {"window": (9, 60)}, {"N": 40, "M": 61}),
+    ("flash", {"window": (9, 39)}, {"N": 40, "M": 61}),
+    ("flash", {"window": (9, -1)}, {"N": 40, "M": 41}),
     ("flash", {}, {"packed_sequences": True}),
     ("chunked", {"softcap": 30.0}, {}),
     ("chunked", {}, {"D_v": 64}),
@@ -349,7 +353,7 @@ def test_which_kernel_beside_flash_attn_4(
 ) -> None:
     """It takes what PyTorch's flash attention does, and a gradient of lse; cuDNN keeps its own."""
     monkeypatch.setattr(flash_attn_4, "is_here", lambda: True)
-    taken = name == "flash" or changed in ({"has_lse_gradient": True}, RIGHT_OF_ALL_KEYS)
+    taken = name == "flash" or "window" in options or "has_lse_gradient" in changed
     assert chosen(options, changed).name == ("flash_attn_4" if taken else name)
 
 
@@ -359,6 +363,74 @@ def test_head_dims_that_flash_attn_4_gets_wrong(D: int, monkeypatch: pytest.Monk
     name = "flash" if D <= kernels.FLASH_D else "chunked"
     assert chosen({"window": (100, 0)}, {"D": D, "D_v": D}).name == name
     assert chosen({}, {"D": D, "D_v": D, "has_lse_gradient": True}).name == "chunked"
+
+
+def seen(left: int, right: int, M: int, N: int) -> torch.Tensor:
+    """Which of N keys each of M queries sees within edges of which -1 is none."""
+    from_diagonal = torch.arange(N) - (torch.arange(M).unsqueeze(1) + N - M)
+    last, first = right if right >= 0 else math.inf, -left if left >= 0 else -math.inf
+    return (first <= from_diagonal) & (from_diagonal <= last)
+
+
+@pytest.mark.parametrize("packed_sequences", [False, True])
+def test_windows_of_pytorch_s_flash_attention(packed_sequences: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its kernel masks by is the mask that is asked for: of all tokens, or of any sequence among packed ones."""
+    masked_by: list[tuple[int, int]] = []
+
+    def as_mha_bwd(*args: Any, scale: float, window_size_left: int | None, window_size_right: int | None) -> Any:
+        q, k, v, max_k, is_causal = (args[i] for i in (1, 2, 3, 9, 11))
+        left, right = (-1 if edge is None else edge for edge in (window_size_left, window_size_right))
+        right = 0 if is_causal else right
+        left, right = (-1 if edge >= max_k else edge for edge in (left, right))
+        left = max_k if left < 0 and right >= 0 else left
+        right = max_k if left >= 0 and right < 0 else right
+        masked_by.append((left, right))
+        return q, k, v
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", as_mha_bwd)
+    taken = 0
+    most = 6 if packed_sequences else 8
+    for M, N, left, right in itertools.product(*[range(1, most + 1)] * 2, *[range(-1, most + 2)] * 2):
+        scores = ScoreOptions(window=(left, right), sm_scale=1.0)
+        kernel = kernels.choose(kernels.Case(True, M, N, 8, 8, scores, False, False, packed_sequences))
+        if kernel.name != "flash":
+            continue
+        taken += 1
+        q, k, lse = torch.zeros(M, 1, 8), torch.zeros(N, 1, 8), torch.zeros(1, M)
+        if packed_sequences:
+            ends = torch.zeros(2, dtype=torch.int32)
+            kernels.run_varlen(kernel, q, q, k, k, q, lse, scores, None, ends, ends)
+        else:
+            q, k, lse = q[None].transpose(1, 2), k[None].transpose(1, 2), lse[None]
+            kernels.run(kernel, q, q, k, k, q, lse, scores, None)
+        for m, n in itertools.product(range(1, M + 1), range(1, N + 1)) if packed_sequences else [(M, N)]:
+            assert torch.equal(seen(*masked_by[-1], m, n), seen(left, right, m, n)), (M, N, left, right, m, n)
+    assert len(masked_by) == taken
+    assert taken > 1000
+
+
+@pytest.mark.parametrize(
+    ("impl", "D", "options", "name"),
+    [
+        ("FA4", 72, {"causal": True, "window": (100, 0)}, "chunked"),
+        ("FA4", 72, {}, "cudnn"),
+        ("FA4", 96, {"causal": True, "window": (100, 0)}, "flash"),
+        ("FA3", 72, {"causal": True, "window": (100, 0)}, "flash"),
+        (None, 72, {"causal": True, "window": (100, 0)}, "flash"),
+    ],
+)
+def test_head_dims_where_pytorch_s_flash_attention_is_another_s(
+    impl: str | None, D: int, options: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: impl, raising=False)
+    found = chosen(options, {"D": D, "D_v": D})
+    assert found.name == name
+    assert ("is FA4, which is called with head dims of 32s alone" in found.reason) == (name == "chunked")
+
+
+def test_a_pytorch_without_others_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.nn.attention, "current_flash_attention_impl", raising=False)
+    assert chosen({"causal": True, "window": (100, 0)}, {"D": 72, "D_v": 72}).name == "flash"
 
 
 @pytest.mark.parametrize(("version", "name"), [(None, "flash"), (90900, "flash"), (91000, "cudnn")])

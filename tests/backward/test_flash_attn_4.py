@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import helion_attn as ha
+from helion_attn.api import dense_problem
 from helion_attn.backward import flash_attn_4, kernels
 from helion_attn.compiler.slower import warn_slower
 from helpers.gradients import errors, exact_gradients, inputs
@@ -152,10 +154,43 @@ def test_deterministic_algorithms_are_handed_on() -> None:
     assert CALLS[0]["deterministic"]
 
 
-def test_another_version_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def found_version(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Gives a version of the package that is installed, in the place of the stand-in."""
     monkeypatch.undo()
+
+    def install(found: str) -> None:
+        monkeypatch.setattr(flash_attn_4, "version", lambda name: found)
+        flash_attn_4.installed_version.cache_clear()
+
+    yield install
+    flash_attn_4.installed_version.cache_clear()
+
+
+def test_another_version_is_not_called(found_version: Callable[[str], None]) -> None:
     for found, expected in (("4.0.0b30", False), (flash_attn_4.VERSION, True)):
-        monkeypatch.setattr(flash_attn_4, "version", lambda name, found=found: found)
-        flash_attn_4.is_here.cache_clear()
+        found_version(found)
         assert flash_attn_4.is_here() == expected
-    flash_attn_4.is_here.cache_clear()
+
+
+def test_another_version_is_named_where_it_would_be_called(found_version: Callable[[str], None]) -> None:
+    q = torch.zeros(1, 1, 40, 64, dtype=torch.bfloat16, requires_grad=True)
+    k, wide = q.detach(), torch.zeros(1, 1, 40, 72, dtype=torch.bfloat16, requires_grad=True)
+    case = kernels.Case(True, 40, 40, 64, 64, dense_problem(k, k, k).scores, False, True, False)
+    text = f"; flash-attn-4 4.0.0b30 is installed, of which only {flash_attn_4.VERSION} is called"
+    found_version("4.0.0b30")
+    window: Any = {"causal": True, "window": (9, 0)}
+    explained = ha.explain(q, k, k, **window).backward
+    assert explained is not None
+    assert explained.endswith(f"PyTorch hands cuDNN no window{text}")
+    found = kernels.choose(case)
+    assert found.name == "chunked"
+    assert found.reason.endswith(text)
+    # What cuDNN takes; what this version would not take either.
+    others = [ha.explain(q, k, k).backward, ha.explain(q, k, k, softcap=5.0).backward]
+    others += [ha.explain(wide, wide.detach(), wide.detach(), **window).backward]
+    for other in others:
+        assert other is not None
+        assert "4.0.0b30" not in other
+    found_version(flash_attn_4.VERSION)
+    assert "is installed" not in str(ha.explain(q, k, k, **window).backward)

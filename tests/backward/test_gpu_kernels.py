@@ -38,7 +38,11 @@ CASES: list[tuple[str, str, tuple[int, int, int, int, int], int, dict[str, Any]]
     ("cudnn", "biased_k", (4, 4, 1024, 1024, 256), 2, {}),
     ("flash", "randn", (2, 1, 1000, 1000, 256), 1, {"causal": True, "window": (300, 0)}),
     ("flash", "biased_k", (4, 4, 1, 1000, 64), 2, {}),
+    ("flash", "randn", (2, 1, 1000, 300, 64), 1, {"window": (200, 299)}),
 ]
+
+#: Windows of which PyTorch's flash attention has another right edge than was asked for.
+WITHOUT_FLASH: list[dict[str, Any]] = [{"window": (200, -1)}, {"window": (200, 400)}, {"window": (-1, 400)}]
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +97,33 @@ def test_flash_attn_4(number: int, layout: Any) -> None:
     # One query is no mean of errors.
     assert max(d_q, d_k) < 0.033 * (1.5 if sizes[2] == 1 else 1)
     assert d_v < 0.013 * (1.5 if sizes[2] == 1 else 1)
+
+
+def check_windows_without_flash(kernel: str) -> None:
+    for options in WITHOUT_FLASH:
+        qkvd = inputs("randn", 2, 1, 1000, 300, 64)
+        assert dense.backward_kernel(dense_problem(*qkvd[:3], **options)).name == kernel
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SlowerWarning)
+            d_q, d_k, d_v = errors(gradients(qkvd, **options), exact_gradients(*qkvd, **options))
+        assert max(d_q, d_k) < 0.033
+        assert d_v < 0.013
+
+
+def test_windows_that_pytorch_s_flash_attention_gets_wrong() -> None:
+    check_windows_without_flash("chunked")
+
+
+def test_flash_attn_4_takes_these_windows() -> None:
+    check_windows_without_flash("flash_attn_4")
+
+
+def test_packed_sequences_without_keys() -> None:
+    for M, N in ((40, 0), (0, 40)):
+        q, k, v = (torch.randn(size, 2, 64, dtype=torch.bfloat16, device="cuda").requires_grad_() for size in (M, N, N))
+        cu_q, cu_k = (torch.tensor([0, size], dtype=torch.int32, device="cuda") for size in (M, N))
+        found = torch.autograd.grad(ha.attention_varlen(q, k, v, cu_q, cu_k).sum(), (q, k, v))
+        assert all(torch.equal(x, torch.zeros_like(x)) for x in found)
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": (100, 0)}])
