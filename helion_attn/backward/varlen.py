@@ -241,6 +241,8 @@ def _backward(a: VarlenBackwardArgs) -> tuple[torch.Tensor, ...]:
         if packed.k_mean is not None:
             mean = packed.k_mean[:, :, : a.d].repeat_interleave(H // packed.k8.size(0), 1)[queries.sequence]
             dq = dq.float() + scores.scale * row_sums(delta, p, d_lse, capped).T.unsqueeze(2) * mean
+            # The mean is another sequence's there, and may be NaN.
+            dq = dq.masked_fill(outside[:, None, None], 0.0)
         if scores.sinks is not None:
             d_sinks = sinks_gradient(delta, p, d_lse)
     found = *(x.to(a.dtype).contiguous() for x in (dq, dk, dv)), d_sinks

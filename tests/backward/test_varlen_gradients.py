@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn.backward import varlen
+from helion_attn.backward import flash_attn_4, kernels, varlen
 from helion_attn.backward.varlen import attention_varlen_training
 from helion_attn.varlen import varlen_problem
 from helpers.gradients import errors, exact_gradients
@@ -85,6 +86,43 @@ def test_gradient_of_lse() -> None:
         results = ha.attention(*alone, causal=True, layout="bshd", return_lse=True)
         expected = torch.autograd.grad(results, alone, (d_out[rows].unsqueeze(0), d_lse[None, :, rows]))
         assert max(errors([x[rows].unsqueeze(0) for x in found], [x.double() for x in expected])) < 0.01
+
+
+@pytest.mark.parametrize(("M", "N"), [(0, 30), (30, 0), (0, 0)])
+def test_no_queries_or_no_keys(M: int, N: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of 0, and no kernel of others is called, on a GPU either."""
+    choose = kernels.choose
+    chosen: list[str] = []
+
+    def as_on_a_gpu(case: kernels.Case) -> kernels.BackwardKernel:
+        found = choose(case._replace(is_cuda=True))
+        chosen.append(found.name)
+        return found
+
+    monkeypatch.setattr(flash_attn_4, "is_here", lambda: False)
+    monkeypatch.setattr(kernels, "choose", as_on_a_gpu)
+    monkeypatch.setattr(kernels, "_flash", None)
+    given = [x.requires_grad_() for x in tokens(2, 1, 64, M, N)[:3]]
+    tables = (torch.tensor([0, size], dtype=torch.int32) for size in (M, N))
+    with nan_filled_memory():
+        found = torch.autograd.grad(ha.attention_varlen(*given, *tables).sum(), given)
+    assert chosen == ["flash"]
+    for x, y in zip(found, given, strict=True):
+        assert torch.equal(x, torch.zeros_like(y))
+
+
+def test_nan_of_a_sequence_stays_there() -> None:
+    """Not with a gradient of lse either, for which K's mean comes into dQ."""
+    q, k, v, d_out = tokens(2, 1, 64, 60, 60)
+    k[5] = math.nan
+    given = [x.requires_grad_() for x in (q, k, v)]
+    ends = torch.tensor([0, 20, 50], dtype=torch.int32)
+    out, lse = ha.attention_varlen(*given, ends, ends, return_lse=True)
+    found = torch.autograd.grad((out, lse), given, (d_out, torch.ones_like(lse)))
+    assert found[0][:20].isnan().all()
+    for x in found:
+        assert x[20:50].isfinite().all()
+        assert torch.equal(x[50:], torch.zeros_like(x[50:]))
 
 
 def test_tokens_of_the_packed_format_are_found() -> None:
