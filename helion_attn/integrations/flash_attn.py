@@ -28,6 +28,7 @@ from helion_attn.validate.dense import (
     check_window,
     described,
 )
+from helion_attn.validate.derivatives import needs_gradient
 from helion_attn.validate.kv_cache import check_kvcache_append, check_kvcache_attention
 from helion_attn.varlen import attention_varlen
 
@@ -90,6 +91,20 @@ def _scores(
         window=None if window == (-1, -1) else window,
         softcap=None if softcap == 0.0 else softcap,
     )
+
+
+def check_deterministic(entry_point: str, deterministic: object, *tensors: torch.Tensor | None) -> None:
+    """Raise where gradients of tensors shall be deterministic, and PyTorch's switch does not say so.
+
+    The forward pass always is. The backward kernels go by that switch, which is also read after this call.
+    """
+    if not deterministic or torch.are_deterministic_algorithms_enabled():
+        return
+    if needs_gradient(*(x for x in tensors if isinstance(x, torch.Tensor))):
+        raise NotImplementedError(
+            f"{entry_point}: deterministic is {deterministic!r} and an input requires grad; it must be False, or "
+            f"PyTorch asked for it in both passes, by torch.use_deterministic_algorithms(True)"
+        )
 
 
 @overload
@@ -178,7 +193,8 @@ def flash_attn_func(
         softcap: scaled scores s become `softcap * tanh(s / softcap)`; 0 for no cap.
         num_splits: 0 or 1.
         pack_gqa: for flash-attn's scheduling; it changes no result and is not looked at.
-        deterministic: not looked at; the forward pass always is.
+        deterministic: the forward pass always is. With gradients, True needs
+            `torch.use_deterministic_algorithms(True)`, which the backward pass goes by.
         sm_margin: 0.
         return_attn_probs: also return lse, as flash-attn 3 does; flash-attn 2 returns a third value.
         dropout_p: 0.
@@ -208,6 +224,7 @@ def flash_attn_func(
     return_lse = return_attn_probs or return_softmax_lse
     scores = _scores(softmax_scale, causal, window_size, softcap)
     check_flag(return_lse, "return_attn_probs")
+    check_deterministic("flash_attn_func", deterministic, q, k, v)
     descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     if not isinstance(q, torch.Tensor) or q.dtype != torch.float8_e4m3fn:
         for name, descale in descales.items():
@@ -299,6 +316,7 @@ def flash_attn_varlen_func(
     return_lse = return_attn_probs or return_softmax_lse
     scores = _scores(softmax_scale, causal, window_size, softcap)
     check_flag(return_lse, "return_attn_probs")
+    check_deterministic("flash_attn_varlen_func", deterministic, q, k, v)
     return attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, recipe=recipe, return_lse=return_lse, **scores.kwargs()
     )

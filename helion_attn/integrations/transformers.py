@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from helion_attn.api import attention
+from helion_attn.integrations.flash_attn import check_deterministic
 from helion_attn.integrations.graphs import graph_break
 from helion_attn.integrations.inputs import NAMES, autocast_inputs, check_name, check_scale
 from helion_attn.integrations.mask_tensors import attend_to_visible, check_visible, read_mask
@@ -46,7 +47,7 @@ IGNORED = {
     "output_router_logits": "for the model's output",
     "return_dict": "for the model's output",
     "num_items_in_batch": "for the loss",
-    "deterministic": "the forward pass always is",
+    "deterministic": "`check_deterministic` looks at it",
 }
 
 
@@ -254,6 +255,8 @@ def _same(a: Any, b: Any) -> bool:
 
 def changes_nothing(argument: str, value: object) -> bool:
     """Whether attention gives the same without an argument of the model's forward that it was handed."""
+    if argument == "deterministic" and value and torch.is_grad_enabled():
+        return torch.are_deterministic_algorithms_enabled()
     is_accepted = any(rule.argument == argument and rule.accepts(value) for rule in RULES)
     return value is None or argument in IGNORED or is_accepted
 
@@ -299,6 +302,7 @@ def attention_forward(
         new: tuple[Any, Any] = key, value
         layer, key, value = new[0].layer, new[0].states, new[1].states
     query, key, value = autocast_inputs(query, key, value)
+    check_deterministic("helion_attn", kwargs.get("deterministic"), query, key, value, s_aux)
     (B, H, M, _D), N = query.shape, key.size(2) + (0 if layer is None else layer.tokens)
     check_sinks(s_aux, H, query.device, "s_aux", differentiable=True)
     left = earlier_keys(sliding_window, N)

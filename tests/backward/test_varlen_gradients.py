@@ -103,9 +103,9 @@ def test_no_queries_or_no_keys(M: int, N: int, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(kernels, "choose", as_on_a_gpu)
     monkeypatch.setattr(kernels, "_flash", None)
     given = [x.requires_grad_() for x in tokens(2, 1, 64, M, N)[:3]]
-    tables = (torch.tensor([0, size], dtype=torch.int32) for size in (M, N))
+    cu_q, cu_k = (torch.tensor([0, size], dtype=torch.int32) for size in (M, N))
     with nan_filled_memory():
-        found = torch.autograd.grad(ha.attention_varlen(*given, *tables).sum(), given)
+        found = torch.autograd.grad(ha.attention_varlen(*given, cu_q, cu_k).sum(), given)
     assert chosen == ["flash"]
     for x, y in zip(found, given, strict=True):
         assert torch.equal(x, torch.zeros_like(y))
