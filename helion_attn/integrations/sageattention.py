@@ -100,7 +100,7 @@ def sageattn(
         check_sm_scale(scale, "scale")
         sm_scale = scale
     layout: Any = LAYOUTS[tensor_layout]
-    check_qkv(q, k, v, layout)
+    check_qkv(q, k, v, layout, differentiable=True)
     choice = as_choice(recipe)
     if layout == "bshd":
         (B, M, H, D), N = q.shape, k.size(1)

@@ -360,3 +360,30 @@ def test_a_script_runs_under_it(tmp_path: Path) -> None:
     assert done.returncode == 3, done.stderr
     file = str(ours.FOLDER / "sageattention" / "__init__.py")
     assert done.stdout.splitlines() == ["['--use-sage-attention']", file, file]
+
+
+@pytest.mark.parametrize("name", ["sageattn", *KERNELS])
+@pytest.mark.parametrize("tensor_layout", ["HND", "NHD"])
+def test_gradients_are_those_of_attention(tensor_layout: str, name: str, device: str) -> None:
+    layout: Any = ours.LAYOUTS[tensor_layout]
+    given = [x if layout == "bhsd" else x.transpose(1, 2) for x in hnd(device, H_kv=1)]
+    learned, alike = ([x.detach().requires_grad_() for x in given] for _ in range(2))
+    out, lse = getattr(ours, name)(*learned, tensor_layout=tensor_layout, is_causal=True, return_lse=True)
+    recipe = KERNELS.get(name, "auto")
+    expected = ha.attention(*alike, causal=True, layout=layout, return_lse=True, recipe=recipe)
+    found = torch.autograd.grad(out.float().square().sum() + lse.sum(), learned)
+    of_attention = torch.autograd.grad(expected[0].float().square().sum() + expected[1].sum(), alike)
+    # cuDNN's sums have no order.
+    assert all(relative_error(x, y) < 0.003 for x, y in zip(found, of_attention, strict=True))
+
+
+def test_gradients_with_a_mask(device: str) -> None:
+    """Of padding, which becomes packed sequences, and of scores, which becomes a block mask."""
+    padding = (torch.arange(37, device=device) < 30).expand(37, -1)
+    holes = torch.rand(37, 37, generator=torch.Generator().manual_seed(0)).to(device) < 0.6
+    for mask in (padding, holes):
+        learned, alike = ([x.detach().requires_grad_() for x in hnd(device)] for _ in range(2))
+        found = torch.autograd.grad(sageattn(*learned, attn_mask=mask, recipe="balanced").sum(), learned)
+        out = ha.scaled_dot_product_attention(*alike, mask)
+        expected = torch.autograd.grad(out.sum(), alike)
+        assert all(relative_error(x, y) < 0.003 for x, y in zip(found, expected, strict=True))
