@@ -161,6 +161,10 @@ def sdpa(*, recipe: Recipe | RecipeName | Auto = BALANCED, fallback: Fallback = 
     `@helion_attn.sdpa()` puts the context around every call of a function. Leave it before a `yield` or an `await`: it
     would hold for what runs meanwhile.
 
+    Checkpointed layers run again in the backward pass, where the context is left: PyTorch's attention would run there.
+    Put `@helion_attn.sdpa()` on the function that `torch.utils.checkpoint.checkpoint` is given; or pass it
+    `use_reentrant=False` and `context_fn=lambda: (contextlib.nullcontext(), helion_attn.sdpa())`.
+
     `torch.nn.MultiheadAttention` (with `need_weights=False`), `torch.nn.TransformerEncoderLayer` and what is built on
     them run in FP8 too, but not where torch.compile traces them.
 

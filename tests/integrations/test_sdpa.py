@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import threading
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as bound_before
+from torch.utils.checkpoint import checkpoint
 
 import helion_attn as ha
 from devtools.inputs import make_qkv
@@ -506,6 +508,35 @@ def test_gradients_are_those_of_attention(device: str) -> None:
         out = F.scaled_dot_product_attention(q, k, v)
     assert out.dtype == torch.bfloat16
     assert all(x.dtype == torch.float32 for x in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize("way", ["decorated", "decorated_reentrant", "context_fn"])
+def test_checkpoints(way: str, device: str) -> None:
+    """What runs again in the backward pass, where the context is left, is what ran before."""
+
+    def gradients(call: Any) -> list[torch.Tensor]:
+        qkv = [x.detach().requires_grad_() for x in qkv_on(device)]
+        with ha.sdpa():
+            loss = call(*qkv).float().square().sum()
+        loss.backward()
+        return [x.grad for x in qkv if x.grad is not None]
+
+    if way == "context_fn":
+        options: dict[str, Any] = {"context_fn": lambda: (contextlib.nullcontext(), ha.sdpa())}
+        found = gradients(lambda *qkv: checkpoint(causal, *qkv, use_reentrant=False, **options))
+    else:
+        reentrant = way == "decorated_reentrant"
+        found = gradients(lambda *qkv: checkpoint(ha.sdpa()(causal), *qkv, use_reentrant=reentrant))
+    expected = gradients(causal)
+    assert len(found) == len(expected) == 3
+    assert all(relative_error(x, y) < 0.003 for x, y in zip(found, expected, strict=True))
+    in_16_bits = [x.detach().requires_grad_() for x in qkv_on(device)]
+    causal(*in_16_bits).float().square().sum().backward()
+    assert all(relative_error(x, y.grad) > 0.006 for x, y in zip(found, in_16_bits, strict=True))
 
 
 def test_masks_that_learn(device: str) -> None:
