@@ -7,6 +7,10 @@ import importlib.util
 import itertools
 import json
 import math
+import os
+import pickle
+import subprocess
+import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,8 +26,10 @@ from helion_attn.integrations.vllm import warm_up
 
 INSTALLED = importlib.util.find_spec("vllm") is not None
 
+VERSION = importlib.metadata.version("vllm") if INSTALLED else "0.0"
+
 #: Whether names are the package's own, and pages of bytes that its spec says.
-OWN_NAMES = INSTALLED and plugin.generation_of(importlib.metadata.version("vllm")) == "vllm_0_33"
+OWN_NAMES = plugin.generation_of(VERSION) == "vllm_0_33"
 
 #: vLLM's names of dtypes of the cache.
 INT8, E4M3 = ("helion_int8", "helion_e4m3") if OWN_NAMES else ("int8_per_token_head", "fp8_per_token_head")
@@ -152,6 +158,56 @@ def test_what_a_layer_cannot_have_is_refused(backend: Any) -> None:
         impl(4, 64, 0.125, 2, [1.0] * 4)
     with pytest.raises(NotImplementedError, match="decoders"):
         impl(4, 64, 0.125, 2, attn_type="encoder")
+
+
+@with_vllm
+@pytest.mark.skipif(OWN_NAMES, reason="with this release the backend has a name of its own")
+def test_another_plugins_custom_stays(backend: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    custom = AttentionBackendEnum.CUSTOM
+    ours = custom.get_path()
+    register_backend(custom, "other.Backend")
+    try:
+        plugin.register()
+        assert custom.get_path() == "other.Backend"
+    finally:
+        custom.clear_override()
+    said = capsys.readouterr().err
+    assert "CUSTOM is other.Backend" in said
+    assert "VLLM_PLUGINS=helion_attn" in said
+    plugin.register()
+    assert custom.get_path() == ours
+
+
+#: What a process runs that gets a configuration before its plugins are loaded, as an engine's does.
+UNPICKLES = """
+import pickle, sys, torch
+if not torch.cuda.is_available():
+    from helpers import vllm_on_cpu
+    vllm_on_cpu.install()
+attention = pickle.load(sys.stdin.buffer)
+from helion_attn.integrations import vllm as plugin
+from vllm.config.cache import is_known_kv_cache_dtype
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+assert is_known_kv_cache_dtype("helion_int8")
+plugin.register()
+assert attention.backend is AttentionBackendEnum["HELION"]
+print(attention.backend.get_class().get_name())
+"""
+
+
+@with_vllm
+@pytest.mark.skipif(not OWN_NAMES, reason="this release has a name for the backend")
+def test_another_process_unpickles_the_backend(backend: Any) -> None:
+    from vllm.config import AttentionConfig
+
+    given = pickle.dumps(AttentionConfig(backend="HELION"))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", UNPICKLES]
+    done = subprocess.run(command, input=given, env=environment, capture_output=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.split()[-1] == b"HELION"
 
 
 class Server:

@@ -26,6 +26,7 @@ def register() -> None:
     """Make the backend the one that vLLM calls CUSTOM; from 0.33 on, HELION. With an unknown release, CUSTOM raises.
 
     vLLM calls this whatever backend it uses, so a release without a registry of backends starts without this one.
+    Another plugin's CUSTOM stays.
     """
     try:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -39,5 +40,13 @@ def register() -> None:
         from helion_attn.integrations.vllm import names_0_33
 
         names_0_33.register(path)
+        return
+    custom = AttentionBackendEnum.CUSTOM
+    if custom.is_overridden() and custom.get_path() != path:
+        LOG.warning(
+            "the attention backend CUSTOM is %s; helion_attn leaves it: set VLLM_PLUGINS=helion_attn to load no other "
+            "plugin, and CUSTOM is helion_attn",
+            custom.get_path(),
+        )
     else:
-        register_backend(AttentionBackendEnum.CUSTOM, path)
+        register_backend(custom, path)

@@ -37,6 +37,16 @@ def register(path: str) -> None:
 
     if BACKEND in AttentionBackendEnum.__members__:
         return
-    AttentionBackendEnum.register(BACKEND, path)
+    backend = AttentionBackendEnum.register(BACKEND, path)
+    # Enum pickles a value, which a process has no member of before its plugins are loaded.
+    backend.__reduce_ex__ = lambda protocol: (registered, (path,))
     for name in DTYPES:
         register_kv_cache_dtype(name)(type("Bytes", (Bytes,), {"name": name}))
+
+
+def registered(path: str) -> Any:
+    """Return vLLM's member of the backend, which is registered if it is not yet: how another process unpickles it."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    register(path)
+    return AttentionBackendEnum[BACKEND]
