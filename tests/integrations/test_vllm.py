@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import inspect
 import itertools
 import json
 import math
@@ -133,7 +134,7 @@ GOOD: dict[str, Any] = {
     [
         ({}, ""),
         ({"kv_cache_dtype": E4M3, "head_size": 64}, ""),
-        ({"use_kv_connector": True}, ""),
+        ({"use_kv_connector": True}, "KV connector" if VERSION.startswith("0.25.") else ""),
         ({"head_size": 80}, "" if OWN_NAMES else "head_size"),
         ({"head_size": 512}, "head_size"),
         ({"dtype": torch.float32}, "dtype"),
@@ -146,7 +147,8 @@ GOOD: dict[str, Any] = {
     ],
 )
 def test_what_cannot_run_is_refused_at_the_start(backend: Any, changed: dict[str, Any], reason: str) -> None:
-    found = backend.validate_configuration(**GOOD | changed)
+    asked = inspect.signature(backend.validate_configuration).parameters
+    found = backend.validate_configuration(**{name: x for name, x in (GOOD | changed).items() if name in asked})
     assert [x for x in found if reason in x] == found
     assert bool(found) == bool(reason)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from vllm.v1.kv_cache_interface import AttentionSpec
+
 from helion_attn.integrations.vllm.common import Common
 
 
@@ -24,6 +26,11 @@ class HelionBackend(Common):
     def get_supported_head_sizes(cls) -> list[int]:
         """Head dims that are not padded: vLLM's spec has no bytes for padding."""
         return [64, 128, 256]
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        """Connectors of 0.25 copy pages without their descales: its specs do not say how many bytes both have."""
+        return hasattr(AttentionSpec, "unpadded_page_size_bytes")
 
     @staticmethod
     def get_kv_cache_shape(
