@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import inspect
@@ -50,7 +51,8 @@ def config(drafts: int = 0, **layers: Any) -> Any:
         parallel_config=types.SimpleNamespace(world_size=1),
         scheduler_config=types.SimpleNamespace(max_num_seqs=16),
         additional_config={},
-        model_config=types.SimpleNamespace(dtype=torch.bfloat16),
+        model_config=types.SimpleNamespace(dtype=torch.bfloat16, rswa_window=None),
+        kv_transfer_config=None,
     )
 
 
@@ -160,6 +162,33 @@ def test_what_a_layer_cannot_have_is_refused(backend: Any) -> None:
         impl(4, 64, 0.125, 2, [1.0] * 4)
     with pytest.raises(NotImplementedError, match="decoders"):
         impl(4, 64, 0.125, 2, attn_type="encoder")
+
+
+def builder(backend: Any, given: Any, *names: str) -> Any:
+    """What makes metadata of a server of such a configuration, of its layers of these names."""
+    return backend.get_builder_cls()(None, [*names], given, torch.device("cpu"))
+
+
+@with_vllm
+def test_drafts_and_a_connector_are_refused_together(backend: Any) -> None:
+    """A page is closed after the step that fills it, and a connector saves it as it is."""
+    given = config(drafts=3)
+    builder(backend, given)
+    given.kv_transfer_config = types.SimpleNamespace(kv_connector="OffloadingConnector")
+    with pytest.raises(
+        NotImplementedError, match=r"num_speculative_tokens is 3 and kv_connector is OffloadingConnector"
+    ):
+        builder(backend, given)
+    given.speculative_config = None
+    builder(backend, given)
+
+
+@with_vllm
+def test_windows_that_leave_the_prompt_visible_are_refused(backend: Any) -> None:
+    given = config()
+    given.model_config.rswa_window = 96
+    with pytest.raises(NotImplementedError, match=r"rswa_window of the model is 96"):
+        builder(backend, given)
 
 
 @with_vllm
@@ -311,6 +340,42 @@ def test_batches(backend: Any, dtype: str, H: int, H_kv: int, D: int, options: d
         assert worst(server.step(new, padding)) < bound
 
 
+def second_of_two_ranks(monkeypatch: pytest.MonkeyPatch, additional_config: dict[str, str]) -> Any:
+    """Let layers be of the second of two ranks, of a server that is given this; return its configuration."""
+    given = config()
+    given.additional_config = additional_config
+    monkeypatch.setattr("helion_attn.integrations.vllm.layer.get_current_vllm_config", lambda: given)
+    for name, x in (("rank", 1), ("world_size", 2)):
+        monkeypatch.setattr(f"helion_attn.integrations.vllm.layer.get_tensor_model_parallel_{name}", lambda x=x: x)
+    return given
+
+
+@with_vllm
+@pytest.mark.parametrize(
+    ("name", "keys_of", "D", "reason"),
+    [
+        ("model.layers.5.self_attn.attn", None, 64, ""),
+        ("draft_model.model.layers.0.self_attn.attn", None, 64, ""),
+        ("draft_model.model.layers.0.self_attn.attn", "model.layers.4.self_attn.attn", 64, r"has model\.layers\.4\."),
+        ("model.layers.4.self_attn.attn", None, 64, r"has model\.layers\.4\."),
+        ("model.layers.6.self_attn.attn", None, 64, r"has model\.layers\.6\."),
+        ("model.layers.5.self_attn.attn", None, 128, r"5\.k_mean of shape \(4, 64\); .* head dim 128"),
+    ],
+)
+def test_constants_of_another_model_are_refused_at_the_start(
+    backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, keys_of: str | None, D: int, reason: str
+) -> None:
+    from safetensors.torch import save_file
+
+    path = tmp_path / "constants.safetensors"
+    save_file({"layers.5.k_mean": torch.zeros(4, 64), "layers.5.channel_factors": torch.ones(4, 64)}, path)
+    given = second_of_two_ranks(monkeypatch, {"helion_attn_constants": str(path)})
+    impl = backend.get_impl_cls()(4, D, 1.0, 2, kv_cache_dtype=INT8, kv_sharing_target_layer_name=keys_of)
+    given.compilation_config.static_forward_context = {name: types.SimpleNamespace(impl=impl)}
+    with pytest.raises(ValueError, match=reason) if reason else contextlib.nullcontext():
+        builder(backend, given, name)
+
+
 @with_vllm
 def test_constants_of_keys(backend: Any, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys with a bias lose nothing to it; of two ranks, the second has the last heads."""
@@ -322,11 +387,7 @@ def test_constants_of_keys(backend: Any, device: str, tmp_path: Path, monkeypatc
     save_file(names, tmp_path / "constants.safetensors")
     errors = []
     for path in (None, str(tmp_path / "constants.safetensors")):
-        given = config()
-        given.additional_config = {} if path is None else {"helion_attn_constants": path}
-        monkeypatch.setattr("helion_attn.integrations.vllm.layer.get_current_vllm_config", lambda given=given: given)
-        for name, x in (("rank", 1), ("world_size", 2)):
-            monkeypatch.setattr(f"helion_attn.integrations.vllm.layer.get_tensor_model_parallel_{name}", lambda x=x: x)
+        second_of_two_ranks(monkeypatch, {} if path is None else {"helion_attn_constants": path})
         server = Server(backend, INT8, 4, 2, 64, device, drafts=0)
         server.bias = mean[2:, None]
         errors.append(worst(server.step({0: 150, 1: 20})))

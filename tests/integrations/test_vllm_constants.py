@@ -86,11 +86,53 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: An
     # Four ranks have each head twice.
     mean, _ = constants.of_layer(str(out), "model.layers.1.self_attn.attn", 3, 4, (1, 64))
     assert torch.equal(mean[0], whole[0][1])
-    # A layer behind the model's, which drafts.
-    mean, factors = constants.of_layer(str(out), "model.layers.2.self_attn.attn", 0, 1, (2, 64))
-    assert torch.equal(mean, torch.zeros(2, 64))
-    assert torch.equal(factors, torch.ones(2, 64))
-    with pytest.raises(ValueError, match=r"has no constants of attn; vllm-calibrate"):
-        constants.of_layer(str(out), "attn", 0, 1, (2, 64))
-    with pytest.raises(ValueError, match=r"k_mean of shape \(2, 64\); this server's layer has 2 KV heads .* dim 128"):
+    with pytest.raises(
+        ValueError, match=r"k_mean of shape \(2, 64\); this server's model\S* has 2 KV heads .* dim 128"
+    ):
         constants.of_layer(str(out), "model.layers.1.self_attn.attn", 0, 1, (2, 128))
+
+
+@pytest.fixture
+def two_layers(tmp_path: Path) -> str:
+    """A file with constants of layers 0 and 2."""
+    from safetensors.torch import save_file
+
+    path = tmp_path / "constants.safetensors"
+    names = ("k_mean", "channel_factors")
+    save_file({f"layers.{layer}.{name}": torch.full((2, 64), 3.0) for layer in (0, 2) for name in names}, path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["draft_model.model.layers.2.self_attn.attn", "mtp.layers.0.self_attn.attn", "model.layers.3.self_attn.attn"],
+)
+def test_layers_that_draft_have_none_of_the_models_constants(two_layers: str, name: str) -> None:
+    mean, factors = constants.of_layer(two_layers, name, 0, 1, (4, 32), drafting=True)
+    assert torch.equal(mean, torch.zeros(4, 32))
+    assert torch.equal(factors, torch.ones(4, 32))
+
+
+@pytest.mark.parametrize(
+    ("name", "drafting"),
+    [("model.layers.3.self_attn.attn", False), ("model.layers.1.self_attn.attn", True), ("attn", True)],
+)
+def test_a_layer_without_constants_is_refused(two_layers: str, name: str, drafting: bool) -> None:
+    """Its message says which file, which layer, and how to make the file."""
+    with pytest.raises(ValueError, match=r"has 2 layers, numbered up to 2;") as raised:
+        constants.of_layer(two_layers, name, 0, 1, (2, 64), drafting)
+    for said in (
+        f"helion_attn_constants is {two_layers}",
+        f"this server has {name};",
+        f"MODEL --prompt FILE --out {two_layers}",
+    ):
+        assert said in str(raised.value)
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    path = str(tmp_path / "other.safetensors")
+    save_file({"model.norm.weight": torch.ones(2)}, path)
+    with pytest.raises(ValueError, match=r"has no layer; this server has model"):
+        constants.of_layer(path, "model.layers.0.self_attn.attn", 0, 1, (2, 64))

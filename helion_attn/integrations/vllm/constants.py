@@ -19,6 +19,9 @@ from helion_attn.kv_cache import cache_constants
 #: The key of vLLM's `additional_config` under which a server finds the file.
 CONFIG_KEY = "helion_attn_constants"
 
+#: How names of a drafting model's layers begin. A file is of the model that it drafts for.
+DRAFTING = ("draft_model.", "mtp.")
+
 #: The fewest tokens of a prompt, and how many are taken.
 LEAST_TOKENS, MOST_TOKENS = 256, 8192
 
@@ -93,10 +96,12 @@ def load(path: str) -> dict[str, torch.Tensor]:
     return load_file(path)
 
 
-def of_layer(path: str, layer_name: str, rank: int, ranks: int, shape: tuple[int, int]) -> Constants:
+def of_layer(
+    path: str, layer_name: str, rank: int, ranks: int, shape: tuple[int, int], drafting: bool = False
+) -> Constants:
     """Return a layer's constants on a rank of tensor parallelism, [H_kv, D] of its own heads.
 
-    Layers behind the model's last, such as those that draft, have a mean of 0 and factors of 1.
+    Layers that draft have a mean of 0 and factors of 1: those of a drafting model, and those behind the file's last.
 
     Args:
         path: the file.
@@ -104,6 +109,7 @@ def of_layer(path: str, layer_name: str, rank: int, ranks: int, shape: tuple[int
         rank: of the process.
         ranks: how many share the heads.
         shape: KV heads of the rank, and the head dim.
+        drafting: the server drafts.
 
     Raises:
         ValueError: the file has no such layer, or other heads.
@@ -111,19 +117,22 @@ def of_layer(path: str, layer_name: str, rank: int, ranks: int, shape: tuple[int
     numbers = re.findall(r"\.(\d+)\.", layer_name)
     names = [f"layers.{numbers[0]}.{name}" for name in ("k_mean", "channel_factors")] if numbers else []
     tensors = load(path)
-    layers = 1 + max(int(name.split(".")[1]) for name in tensors)
-    if numbers and int(numbers[0]) >= layers:
+    of_file = [int(match[1]) for name in tensors if (match := re.fullmatch(r"layers\.(\d+)\.k_mean", name))]
+    behind = bool(numbers) and int(numbers[0]) > max(of_file, default=-1)
+    if layer_name.startswith(DRAFTING) or (drafting and behind):
         return torch.zeros(shape), torch.ones(shape)
+    how = f"make it of the served model: python -m helion_attn vllm-calibrate MODEL --prompt FILE --out {path}"
     if not names or any(name not in tensors for name in names):
-        raise ValueError(f"{path} has no constants of {layer_name}; vllm-calibrate makes them of the same model")
+        has = f"{len(of_file)} layers, numbered up to {max(of_file)}" if of_file else "no layer"
+        raise ValueError(f"{CONFIG_KEY} is {path}, which has {has}; this server has {layer_name}; {how}")
     found = []
     for name in names:
         first = rank * tensors[name].size(0) // ranks
         x = tensors[name][first : first + shape[0]]
         if tuple(x.shape) != shape:
             raise ValueError(
-                f"{path} has {name} of shape {tuple(tensors[name].shape)}; this server's layer has {shape[0]} KV heads "
-                f"of {ranks} ranks and head dim {shape[1]}: vllm-calibrate makes them of the same model"
+                f"{CONFIG_KEY} is {path}, which has {name} of shape {tuple(tensors[name].shape)}; this server's "
+                f"{layer_name} has {shape[0]} KV heads on each of {ranks} ranks and head dim {shape[1]}; {how}"
             )
         found.append(x)
     return found[0], found[1]

@@ -81,6 +81,25 @@ def drafts_of(vllm_config: Any) -> int:
     return drafts
 
 
+def refuse(vllm_config: Any) -> None:
+    """Raise for what vLLM does not ask the backend about when it chooses it."""
+    if vllm_config.cache_config.kv_sharing_fast_prefill:
+        raise NotImplementedError("kv_sharing_fast_prefill is on; helion_attn attends to all tokens: leave it off")
+    window = getattr(vllm_config.model_config, "rswa_window", None)
+    if window is not None:
+        raise NotImplementedError(
+            f"rswa_window of the model is {window}; helion_attn has sliding windows alone, none that leave the prompt "
+            "visible: choose another attention backend for this model"
+        )
+    drafts, transfer = drafts_of(vllm_config), vllm_config.kv_transfer_config
+    # A connector saves a page when its last key is there, and with drafts it is closed in a later step.
+    if drafts and transfer is not None:
+        raise NotImplementedError(
+            f"num_speculative_tokens is {drafts} and kv_connector is {transfer.kv_connector}; helion_attn takes drafts "
+            "or a KV connector: leave out speculative_config or kv_transfer_config"
+        )
+
+
 class HelionMetadataBuilder(AttentionMetadataBuilder[HelionMetadata]):
     """Makes the metadata of a step, once for all layers."""
 
@@ -88,16 +107,19 @@ class HelionMetadataBuilder(AttentionMetadataBuilder[HelionMetadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        if vllm_config.cache_config.kv_sharing_fast_prefill:
-            raise NotImplementedError("kv_sharing_fast_prefill is on; helion_attn attends to all tokens: leave it off")
+        refuse(vllm_config)
         self.drafts = drafts_of(vllm_config)
         layers = vllm_config.compilation_config.static_forward_context
+        mine = {name: layers[name].impl for name in layer_names if name in layers}
+        # Constants of another model raise here, before a request has come.
+        for name, impl in mine.items():
+            impl.constants_of(impl.keys_of or name)
         #: Layers whose keys others attend to as well.
         targets = (getattr(x, "kv_sharing_target_layer_name", None) for x in layers.values())
         self.shared = {str(x) for x in targets if x is not None}
         self.seqlens = torch.zeros(vllm_config.scheduler_config.max_num_seqs, dtype=torch.int32, device=device)
         if device.type == "cuda" and (num_pages := vllm_config.cache_config.num_gpu_blocks):
-            kinds = [*dict.fromkeys(layers[x].impl.kind for x in layer_names if x in layers)]
+            kinds = [*dict.fromkeys(impl.kind for impl in mine.values())]
             dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
             server = Server(kinds, dtype, self.drafts, self.seqlens.size(0), num_pages, str(device))
             compile_steps(server, vllm_config.parallel_config.world_size)
@@ -197,21 +219,26 @@ class HelionImpl(AttentionImpl[HelionMetadata]):
                 self.fp32_sinks = self.sinks.detach().float()
             self.fp32_sinks.copy_(self.sinks.detach())
 
+    def constants_of(self, keys_of: str) -> constants.Constants | tuple[None, None]:
+        """K's mean and factors of channels of a layer, by vLLM's name of it; None if keys have none."""
+        if self.constants is None:
+            return None, None
+        return constants.of_layer(
+            self.constants,
+            keys_of,
+            get_tensor_model_parallel_rank(),
+            get_tensor_model_parallel_world_size(),
+            (self.num_kv_heads, self.head_size),
+            drafting=self.drafts > 0,
+        )
+
     def cache_of(self, keys_of: str, memory: torch.Tensor) -> PagedKVCache:
         """vLLM's memory of a layer, pages of bytes, as a cache."""
         cache = self._k_scale_cache
         if cache is None or cache.k8.data_ptr() != memory.data_ptr() or cache.k8.size(0) != memory.size(0):
             # [pages, bytes of a page]
             of_bytes = memory.flatten(1).view(torch.uint8)
-            k_mean, factors = None, None
-            if self.constants is not None:
-                k_mean, factors = constants.of_layer(
-                    self.constants,
-                    keys_of,
-                    get_tensor_model_parallel_rank(),
-                    get_tensor_model_parallel_world_size(),
-                    (self.num_kv_heads, self.head_size),
-                )
+            k_mean, factors = self.constants_of(keys_of)
             cache = PagedKVCache.from_buffer(
                 of_bytes,
                 self.num_kv_heads,
