@@ -1,6 +1,7 @@
 """The process that `serving.py` starts: a server of vLLM, and JSON of what it measured on its last line of output.
 
-It measures speed of a model with random weights, or quality of one with trained ones.
+It measures the speed of a model with random weights; of one with trained ones, quality, or whether tokens are the same
+again.
 """
 
 from __future__ import annotations
@@ -123,13 +124,22 @@ def measure_quality(given: dict[str, Any]) -> dict[str, Any]:
     asked, answers = texts["asked"], texts["answers"]
     _, found = client.seconds([{"prompt_token_ids": x} for x in asked], len(answers[0]))
     said["passkeys"] = sum(x == answer for x, answer in zip(found, answers, strict=True)) / len(answers)
-    prompts = [{"prompt_token_ids": x} for x in texts["continued"]]
-    _, said["continuations"] = client.seconds(prompts, NEW)
-    _, again = client.seconds(prompts, NEW)
-    said["again"] = sum(x == y for x, y in zip(said["continuations"], again, strict=True)) / len(again)
+    _, said["continuations"] = client.seconds([{"prompt_token_ids": x} for x in texts["continued"]], NEW)
     return said
 
 
+def measure_again(given: dict[str, Any]) -> dict[str, Any]:
+    """Start a server, and measure the share of prompts that have the same tokens again, from the prefix cache."""
+    with open(given["texts"]) as file:
+        prompts = [{"prompt_token_ids": x} for x in json.load(file)["continued"]]
+    client = Client(given, given["N"])
+    first, again = (client.seconds(prompts, NEW)[1] for _ in range(2))
+    return {"again": sum(x == y for x, y in zip(first, again, strict=True)) / len(again)}
+
+
+#: By what a process is asked for.
+MEASURES = {"speed": measure, "quality": measure_quality, "again": measure_again}
+
 if __name__ == "__main__":
     described = json.loads(sys.argv[1])
-    print(json.dumps(measure_quality(described) if "texts" in described else measure(described)))
+    print(json.dumps(MEASURES[described["measures"]](described)))
