@@ -2,43 +2,129 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 
 from helion_attn.problem import NO_ROPE_ARGUMENTS, DenseArgs, RopeArgs, norm_arguments
 
 
+def over_heads(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a norm of x [B, heads, S, D] is over all heads of a token."""
+    return weight.size(0) != x.size(3)
+
+
+def unweighted(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMSNorm of fp32 x [B, heads, S, D] without its weight, and the factors that are x's in it."""
+    squares = x.square().mean((1, 3) if over_heads(x, weight) else 3, keepdim=True)
+    factor = torch.rsqrt(squares + eps)
+    return x * factor, factor
+
+
+def by_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A norm's weight in fp32, as x [B, heads, S, D] is multiplied by it."""
+    return weight.float().view(x.size(1), 1, x.size(3)) if over_heads(x, weight) else weight.float()
+
+
 def normalised(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """RMSNorm of fp32 x [B, heads, S, D], by head or, of a weight of all heads, over all heads of a token."""
-    if weight is None:
-        return x
-    heads, D = x.size(1), x.size(3)
-    over_heads = weight.size(0) != D
-    squares = x.square().mean((1, 3) if over_heads else 3, keepdim=True)
-    weight = weight.float().view(heads, 1, D) if over_heads else weight.float()
-    return x * torch.rsqrt(squares + eps) * weight
+    return x if weight is None else unweighted(x, weight, eps)[0] * by_head(x, weight)
+
+
+class Turns(NamedTuple):
+    """The rotations of rows.
+
+    Attributes:
+        cos: fp32 [S, R / 2].
+        sin: fp32 [S, R / 2].
+        outside: bool [S, 1], rows at no position of the table.
+        interleaved: whether pairs are neighbours.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    outside: torch.Tensor
+    interleaved: bool
+
+
+def turns_of(
+    S: int, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, positions: torch.Tensor | None, first: int
+) -> Turns:
+    """Return the rotations of S rows; row i is at `positions[i]`, or else at `first + i`."""
+    table = cos.size(0)
+    at = torch.arange(first, first + S, device=cos.device) if positions is None else positions
+    row = at.clamp(0, table - 1)
+    outside = ((at < 0) | (at >= table)).unsqueeze(1)
+    return Turns(cos.float()[row], sin.float()[row], outside, interleaved)
+
+
+def turned(x: torch.Tensor, turns: Turns, back: bool = False) -> torch.Tensor:
+    """Rotate fp32 x [B, heads, S, D], or rotate it back."""
+    pairs = turns.cos.size(1)
+    cos, sin = turns.cos, -turns.sin if back else turns.sin
+    turning, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    shape, side = ((pairs, 2), 4) if turns.interleaved else ((2, pairs), 3)
+    a, b = turning.unflatten(3, shape).unbind(side)
+    return torch.cat([torch.stack([a * cos - b * sin, b * cos + a * sin], side).flatten(3), rest], 3)
 
 
 def rotated(x: torch.Tensor, rope: RopeArgs, positions: torch.Tensor | None, first: int) -> torch.Tensor:
     """fp32 x [B, heads, S, D], rotated; row i is at `positions[i]`, or else at `first + i`. NaN outside the table."""
     if rope.cos is None or rope.sin is None:
         return x
-    table, pairs = rope.cos.shape
-    at = torch.arange(first, first + x.size(2), device=x.device) if positions is None else positions
-    # [S, R / 2]
-    cos, sin = (angles.float()[at.clamp(0, table - 1)] for angles in (rope.cos, rope.sin))
-    outside = ((at < 0) | (at >= table)).unsqueeze(1)
-    turning, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
-    shape, side = ((pairs, 2), 4) if rope.interleaved else ((2, pairs), 3)
-    a, b = turning.unflatten(3, shape).unbind(side)
-    turned = torch.stack([a * cos - b * sin, b * cos + a * sin], side).flatten(3)
-    return torch.cat([turned, rest], 3).masked_fill(outside, float("nan"))
+    turns = turns_of(x.size(2), rope.cos, rope.sin, rope.interleaved, positions, first)
+    return turned(x, turns).masked_fill(turns.outside, float("nan"))
+
+
+class Prologue(torch.autograd.Function):
+    """`rotated` of `normalised`, in x's dtype. A norm keeps x, and RoPE nothing; autograd would keep both's fp32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        interleaved: bool,
+        positions: torch.Tensor | None,
+        first: int,
+    ) -> torch.Tensor:
+        """x [B, heads, S, D], normalised and rotated."""
+        ctx.save_for_backward(None if weight is None else x, weight, cos, sin, positions)
+        ctx.eps, ctx.interleaved, ctx.first, ctx.dtype = eps, interleaved, first, x.dtype
+        rope = RopeArgs(cos=cos, sin=sin, q_positions=None, k_positions=None, interleaved=interleaved)
+        return rotated(normalised(x.float(), weight, eps), rope, positions, first).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *of_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of x and of the norm's weight."""
+        x, weight, cos, sin, positions = ctx.saved_tensors
+        d = of_outputs[0].float()
+        if cos is not None:
+            turns = turns_of(d.size(2), cos, sin, ctx.interleaved, positions, ctx.first)
+            d = turned(d.masked_fill(turns.outside, 0.0), turns, back=True)
+        d_weight = None
+        if weight is not None:
+            x = x.float()
+            n, factor = unweighted(x, weight, ctx.eps)
+            if ctx.needs_input_grad[1]:
+                of_heads = (d * n).sum((0, 2))
+                d_weight = (of_heads.flatten() if over_heads(x, weight) else of_heads.sum(0)).to(weight.dtype)
+            d = d * by_head(x, weight)
+            d = factor * (d - n * (d * n).mean((1, 3) if over_heads(x, weight) else 3, keepdim=True))
+        return d.to(ctx.dtype), d_weight, None, None, None, None, None, None
 
 
 def without_prologue(a: DenseArgs) -> DenseArgs:
     """The same attention of Q and K that are normalised and rotated, in their dtype."""
-    if a.rope.cos is None and a.norm.q_weight is None and a.norm.k_weight is None:
-        return a
+    rope, norm = a.rope, a.norm
     M, N = a.q.size(2), a.k.size(2)
-    q = rotated(normalised(a.q.float(), a.norm.q_weight, a.norm.q_eps), a.rope, a.rope.q_positions, N - M)
-    k = rotated(normalised(a.k.float(), a.norm.k_weight, a.norm.k_eps), a.rope, a.rope.k_positions, 0)
-    return a._replace(q=q.to(a.q.dtype), k=k.to(a.k.dtype), rope=NO_ROPE_ARGUMENTS, norm=norm_arguments(None, None))
+    table = rope.cos, rope.sin, rope.interleaved
+    q, k = a.q, a.k
+    if rope.cos is not None or norm.q_weight is not None:
+        q = Prologue.apply(q, norm.q_weight, norm.q_eps, *table, rope.q_positions, N - M)
+    if rope.cos is not None or norm.k_weight is not None:
+        k = Prologue.apply(k, norm.k_weight, norm.k_eps, *table, rope.k_positions, 0)
+    return a._replace(q=q, k=k, rope=NO_ROPE_ARGUMENTS, norm=norm_arguments(None, None))

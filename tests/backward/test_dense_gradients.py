@@ -279,6 +279,31 @@ def test_what_is_kept() -> None:
     assert sum(x.nbytes for x in kept) < 0.65 * bf16
 
 
+@pytest.mark.parametrize("of", ["rope", "norms", "both"])
+def test_what_is_kept_with_a_prologue(of: str) -> None:
+    """Norms keep Q and K as they are given, RoPE nothing; tables and weights are the caller's."""
+    q, k, v, _ = (x.requires_grad_() for x in inputs("randn", 2, 2, 256, 256, 128))
+    angles = torch.outer(torch.arange(256.0), 100 ** (-torch.arange(64) / 64))
+    options: dict[str, Any] = {}
+    rope = ha.Rope(angles.cos(), angles.sin(), False, None, None)
+    if of != "norms":
+        options["rope"] = rope
+    if of != "rope":
+        options |= {name: ha.RMSNorm(torch.ones(128).requires_grad_()) for name in ("q_norm", "k_norm")}
+    kept: dict[int, int] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out = ha.attention(q, k, v, **options)
+    for table in (rope.cos, rope.sin):
+        kept.pop(table.untyped_storage().data_ptr(), None)
+    bf16 = q.nbytes + k.nbytes + v.nbytes + out.nbytes
+    assert sum(kept.values()) < (0.65 if of == "rope" else 1.15) * bf16
+
+
 def test_inputs_without_gradients_get_none() -> None:
     q, k, v, d_out = inputs("randn", 2, 1, 40, 40, 64)
     q.requires_grad_()
