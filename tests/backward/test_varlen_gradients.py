@@ -102,10 +102,10 @@ def test_no_queries_or_no_keys(M: int, N: int, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(flash_attn_4, "is_here", lambda: False)
     monkeypatch.setattr(kernels, "choose", as_on_a_gpu)
     monkeypatch.setattr(kernels, "_flash", None)
-    given = [x.requires_grad_() for x in tokens(2, 1, 64, M, N)[:3]]
+    q, k, v = given = [x.requires_grad_() for x in tokens(2, 1, 64, M, N)[:3]]
     cu_q, cu_k = (torch.tensor([0, size], dtype=torch.int32) for size in (M, N))
     with nan_filled_memory():
-        found = torch.autograd.grad(ha.attention_varlen(*given, cu_q, cu_k).sum(), given)
+        found = torch.autograd.grad(ha.attention_varlen(q, k, v, cu_q, cu_k).sum(), given)
     assert chosen == ["flash"]
     for x, y in zip(found, given, strict=True):
         assert torch.equal(x, torch.zeros_like(y))
@@ -115,9 +115,9 @@ def test_nan_of_a_sequence_stays_there() -> None:
     """Not with a gradient of lse either, for which K's mean comes into dQ."""
     q, k, v, d_out = tokens(2, 1, 64, 60, 60)
     k[5] = math.nan
-    given = [x.requires_grad_() for x in (q, k, v)]
+    q, k, v = given = [x.requires_grad_() for x in (q, k, v)]
     ends = torch.tensor([0, 20, 50], dtype=torch.int32)
-    out, lse = ha.attention_varlen(*given, ends, ends, return_lse=True)
+    out, lse = ha.attention_varlen(q, k, v, ends, ends, return_lse=True)
     found = torch.autograd.grad((out, lse), given, (d_out, torch.ones_like(lse)))
     assert found[0][:20].isnan().all()
     for x in found:
