@@ -37,7 +37,7 @@ from helion_attn.types import (
     is_auto,
     packed_fields,
 )
-from helion_attn.validate.block_mask import check_block_mask
+from helion_attn.validate.block_mask import check_block_mask, check_no_tail
 from helion_attn.validate.dense import (
     check_descale,
     check_dtype,
@@ -287,6 +287,7 @@ def quantized_problem(
     if mask is not None:
         B, H = qkv.q_descale.shape[:2]
         check_block_mask(mask, B, H, qkv.M, qkv.N, qkv.D, qkv.D_v, qkv.recipe, qkv.q8.device)
+        check_no_tail(mask.tail, "of attention_quantized, whose packed tensors have no means of blocks")
     return AttentionArgs(
         packed=qkv,
         m_len=qkv.M,

@@ -101,6 +101,7 @@ class MaskArgs(NamedTuple):
     entries: torch.Tensor | None
     tile_of: torch.Tensor | None
     tiles: torch.Tensor | None
+    tail: torch.Tensor | None
 
     @property
     def block_sparse(self) -> bool:
@@ -110,7 +111,7 @@ class MaskArgs(NamedTuple):
     def arguments(self, heads: int, unused: torch.Tensor) -> dict[str, Any]:
         """Return a kernel's arguments for it and so many query heads, by name; without a mask, `unused` for tensors."""
         if self.lists is None or self.entries is None or self.tile_of is None or self.tiles is None:
-            return {**dict.fromkeys(("lists", "entries", "tile_of", "tiles"), unused), "list_steps": NO_LISTS}
+            return {**dict.fromkeys(("lists", "entries", "tile_of", "tiles", "tail"), unused), "list_steps": NO_LISTS}
         B, H, row_blocks, key_blocks = self.entries.shape
         shared = heads if H == 1 and B > 1 else 1
         return {
@@ -118,18 +119,19 @@ class MaskArgs(NamedTuple):
             "entries": self.entries.view(-1),
             "tile_of": self.tile_of.view(-1),
             "tiles": self.tiles.view(-1),
+            "tail": unused if self.tail is None else self.tail.view(-1),
             "list_steps": ListSteps(shared=shared, heads=B * H, row_blocks=row_blocks, key_blocks=key_blocks),
         }
 
 
-NO_MASK_ARGUMENTS = MaskArgs(lists=None, entries=None, tile_of=None, tiles=None)
+NO_MASK_ARGUMENTS = MaskArgs(lists=None, entries=None, tile_of=None, tiles=None, tail=None)
 
 
 def mask_arguments(mask: BlockMask | None) -> MaskArgs:
     """`mask` as operations take it."""
     if mask is None:
         return NO_MASK_ARGUMENTS
-    return MaskArgs(lists=mask.lists, entries=mask.entries, tile_of=mask.tile_of, tiles=mask.tiles)
+    return MaskArgs(mask.lists, mask.entries, mask.tile_of, mask.tiles, mask.tail)
 
 
 class DenseArgs(NamedTuple):

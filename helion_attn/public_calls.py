@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from helion_attn.configs import MASK_BLOCK
 from helion_attn.numerics import FORMAT_MAX
 from helion_attn.types import PACKED_FIELDS, Recipe, Rope, preset_name
 
@@ -219,8 +220,9 @@ def _text(name: str, x: Any, call: PublicCall) -> str:
         case "q_norm" | "k_norm":
             return f"ha.RMSNorm({_random(x['weight'])}, eps={x['eps']})"
         case "block_mask":
-            sizes = ", ".join(map(str, x["entries"].shape))
-            return f"ha.BlockMask(torch.ones({sizes}, dtype=torch.bool{_on(x['entries'])}), {x['M']}, {x['N']})"
+            sizes = ", ".join(map(str, (*x["entries"].shape[:3], -(-x["N"] // MASK_BLOCK))))
+            blocks = f"torch.ones({sizes}, dtype=torch.bool{_on(x['entries'])})"
+            return f"ha.BlockMask({blocks}, {x['M']}, {x['N']}{'' if x['tail'] is None else ', tail=True'})"
         case "qkv":
             return _text_of_qkv(x)
         case "cache":

@@ -698,6 +698,7 @@ class BlockMask(_OfTensors):
     entries: torch.Tensor
     tile_of: torch.Tensor
     tiles: torch.Tensor
+    tail: torch.Tensor | None = None
 
     @property
     def B(self) -> int:

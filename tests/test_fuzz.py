@@ -89,7 +89,9 @@ def specialisations(count: int) -> list[Specialisation]:
         flags = (left, right, softcap, sinks, i % 3 == 1)
         recipe = recipes[i % len(recipes)]
         has_block_mask = i % 4 == 3 and takes_block_masks(RECIPES[recipe], D, D_v)
-        drawn.append(Specialisation(recipe, D, D_v, dtype, out_dtype, layouts, *flags, rotation, has_block_mask))
+        has_tail = has_block_mask and i % 8 == 3
+        choices = *flags, rotation, has_block_mask, has_tail
+        drawn.append(Specialisation(recipe, D, D_v, dtype, out_dtype, layouts, *choices))
     return drawn
 
 
@@ -107,7 +109,7 @@ def check(spec: Specialisation, data: Data, device: str) -> None:
     rope = make_rope(spec.rotation, data.M, data.N, data.seed, device) if spec.rotation else None
     recipe, softcap = RECIPES[spec.recipe], data.softcap if spec.has_softcap else None
     (B, H, M), N = qkv[0].shape[:3], data.N
-    mask = make_block_mask(B, H, M, N, data.seed, device) if spec.has_block_mask else None
+    mask = make_block_mask(B, H, M, N, data.seed, spec.has_tail, device) if spec.has_block_mask else None
     case = make_case(qkv, data.causal, data.sm_scale, recipe, rope, window, softcap, sinks, mask)
     given = qkv if data.layout == "bhsd" else [x.transpose(1, 2) for x in qkv]
     splits = data.splits if spec.has_splits else 1

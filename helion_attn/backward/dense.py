@@ -37,6 +37,7 @@ from helion_attn.ops.quantize import all_tensors, empty_quantized
 from helion_attn.preprocess import dequantize, unpack
 from helion_attn.problem import AttentionArgs, DenseArgs
 from helion_attn.types import PackedTensors, Recipe, packed_fields
+from helion_attn.validate.block_mask import check_no_tail
 
 
 class BackwardArgs(NamedTuple):
@@ -87,8 +88,8 @@ def case_of(a: AttentionArgs, is_cuda: bool, has_lse_gradient: bool) -> kernels.
     )
 
 
-def backward_kernel(a: DenseArgs) -> kernels.BackwardKernel:
-    """Return the kernel that a GPU's backward pass takes, where lse has no gradient."""
+def backward_kernel(a: DenseArgs, has_lse_gradient: bool = False) -> kernels.BackwardKernel:
+    """Return the kernel that a GPU's backward pass takes."""
     return kernels.choose(
         kernels.Case(
             is_cuda=True,
@@ -98,7 +99,7 @@ def backward_kernel(a: DenseArgs) -> kernels.BackwardKernel:
             D_v=a.v.size(3),
             scores=a.scores,
             block_sparse=a.block_mask.block_sparse,
-            has_lse_gradient=False,
+            has_lse_gradient=has_lse_gradient,
             packed_sequences=False,
         )
     )
@@ -239,7 +240,9 @@ def attention_with_gradients(a: DenseArgs) -> Outputs:
 
     Raises:
         TypeError: the output has 8 bits.
+        ValueError: the block mask has a tail.
     """
     check_out_dtype(a.out_dtype)
+    check_no_tail(a.block_mask.tail, "where an input requires grad")
     out, lse, *_ = attention_training(without_prologue(a))
     return out, lse

@@ -17,6 +17,9 @@ ALL_8_BIT = (8, 8)
 #: Queries of a row block of a `BlockMask`, and keys of a key block.
 MASK_BLOCK = 128
 
+#: What a key that stands for a key block's adds to its score, in base 2.
+TAIL_COUNT_LOG2 = math.log2(MASK_BLOCK)
+
 #: A TMA box has at most 256 elements a dimension.
 MAX_PIECE = 256
 

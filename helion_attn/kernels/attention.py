@@ -53,7 +53,7 @@ import torch
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, helion, helion_config, hl
 from helion_attn.compiler.passes.expected import expected_passes
 from helion_attn.compiler.runners import Compiled, compiled, interpreted
-from helion_attn.configs import MASK_BLOCK, MAX_FRESH_D, TileConfig
+from helion_attn.configs import MASK_BLOCK, MAX_FRESH_D, TAIL_COUNT_LOG2, TileConfig
 from helion_attn.kernels.lib.block_max import update_block_max
 from helion_attn.kernels.lib.inline_asm import maximum
 from helion_attn.kernels.lib.keys import (
@@ -71,7 +71,7 @@ from helion_attn.kernels.lib.kv_lists import (
     block_of_entry,
     first_entry_of,
     next_entry_of,
-    within_tile,
+    within_list,
 )
 from helion_attn.kernels.lib.masks import Bounds, bounds_of_rows, masked_scores, visible_keys, within_bounds
 from helion_attn.kernels.lib.query import Query, quantised_rows, query_arguments
@@ -145,6 +145,7 @@ def fp8_attn_fwd(
     entries: torch.Tensor,  # [lists * N_blocks] if block_sparse
     tile_of: torch.Tensor,  # as `entries`, or of one element
     tiles: torch.Tensor,  # [T * MASK_BLOCK * words of a row] if block_sparse
+    tail: torch.Tensor,  # [lists * words of a list] if has_tail
     out: torch.Tensor,  # [B * H * M, D_v], or [splits * B * H * M, D_v] if is_split_kv, written
     lse: torch.Tensor,  # [B * H * M], or [splits * B * H * M], written
     m_len: int,
@@ -197,7 +198,8 @@ def fp8_attn_fwd(
     blocks; and there are no edges.
 
     With `block_sparse` the loop walks the entries of a KV list: `kernels.lib.kv_lists` says which. There is no
-    `varlen`, `multi_rank` or `pack_gqa`.
+    `varlen`, `multi_rank` or `pack_gqa`. With `has_tail` k8 and v8 have blocks of means behind those of keys, a mean in
+    the place of a key, whose scores lack log2 of `MASK_BLOCK`: so do the references that P is relative to.
     """
     # Passed on to Triton: the registers that the config's occupancy leaves to a thread.
     hl.register_tunable(MAX_REGISTERS, helion.autotuner.IntegerFragment(24, 255, 255))
@@ -227,7 +229,7 @@ def fp8_attn_fwd(
     # Row sums are carried this wide and reduced across lanes once, after the loops.
     l_lanes = 8
     # Known strides keep the stores 16 bytes wide.
-    hl.specialize((lists.stride(0), entries.stride(0), tile_of.stride(0), tiles.stride(0)))
+    hl.specialize((lists.stride(0), entries.stride(0), tile_of.stride(0), tiles.stride(0), tail.stride(0)))
     hl.specialize((out.stride(0), out.stride(1), v_mean.stride(0), q_descale.stride(0)))
 
     if spec.pack_gqa:
@@ -277,6 +279,7 @@ def fp8_attn_fwd(
         else:
             q_scale = hl.load(q_descale, [first_packed_row(rows, m_blocks, bm, spec)])
         entry = first_entry_of(entries, split_begin, spec)
+        first_entry, key_blocks = rows.first_entry, (n_len + bn - 1) // bn
         first_block = block_of_entry(split_begin, entry, spec)
         # The descale of the block at hand. With one a block, the next is loaded a block ahead: loaded in the block that
         # uses it, Triton's pipeliner sends it through shared memory and adds a barrier.
@@ -346,13 +349,23 @@ def fp8_attn_fwd(
                     s = scaled(s - spec.softmax_bias, s_scale_log2, spec.softmax_row_descales)
                 # The key index is made inside the loop; kept outside, it takes 32 registers and the third CTA with it.
                 first_key, keys_end = first_key_of_block(
-                    block_at_edge(entry_idx, entry_at_hand, spec), chunk, key_end, bn, chunks, spec
+                    block_at_edge(entry_idx, entry_at_hand, key_blocks, spec), chunk, key_end, bn, chunks, spec
                 )
                 positions = first_key + hl.arange(bn)
                 on_diagonal = rows_on_diagonal(row_begin, diagonal, n_len - m_len, bm, spec)
                 visible = visible_keys(positions, on_diagonal, keys_end, left, right, spec.scores)
                 visible = within_bounds(visible, positions, keys_from, keys_up_to, spec.row_ranges)
-                visible = within_tile(visible, tile_of, tiles, entry_idx, entry_at_hand, row_begin, bm, bn, spec)
+                visible = within_list(
+                    visible, tile_of, tiles, tail, entry_idx, entry_at_hand, first_entry, row_begin, diagonal, n_len,
+                    left, right, bm, bn, list_steps, spec,
+                )  # fmt: skip
+                if spec.has_tail:
+                    # From the first block of means on, references are of scores without their counts. The running
+                    # maximum of `block_max` only limits them, and its shift would spill.
+                    count_log2 = torch.where(entry_at_hand == key_blocks, TAIL_COUNT_LOG2, 0.0)
+                    m_i = m_i - count_log2
+                    if not spec.block_max:
+                        m_run = m_run - count_log2
                 s = masked_scores(s, visible, bm, bn, spec)
                 if spec.first_block_max:
                     m_i = torch.where(m_i == float("-inf"), torch.amax(s, 1), m_i)
@@ -379,6 +392,9 @@ def fp8_attn_fwd(
                 acc_high = accumulate(acc_high, alpha, p8, keys_first(v_high), spec)
             if spec.schraudolph_exp2:
                 l_i = l_i * alpha.squeeze(1) + row_sums(p8)
+
+        if spec.has_tail:
+            m_i = m_i + torch.where(entry >= key_blocks, TAIL_COUNT_LOG2, 0.0)
 
         # These come while the rows are summed, where no other program runs meanwhile. At D 64 ptxas would wait for each
         # single product of 16 bits.
@@ -557,6 +573,7 @@ def launch(
         same_kv_layout=chunks.k_rank_step == chunks.v_rank_step,
         row_ranges=bounds is not None,
         block_sparse=block_sparse,
+        has_tail=a.block_mask.tail is not None,
         query=query_spec,
         is_cuda=q8.is_cuda,
     )

@@ -17,7 +17,7 @@ from helion_attn.ops.block_mask import mask_bits, mask_lists
 from helion_attn.preprocess.mask_bits import IN_PART, NO_KEY, UNSEEN, WHOLE, WORD
 from helion_attn.problem import MaskBitsArgs, MaskListsArgs
 from helion_attn.validate.block_mask import check_blocks, check_dense, check_flex
-from helion_attn.validate.dense import described
+from helion_attn.validate.dense import check_flag, described
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
@@ -37,7 +37,10 @@ class BlockMask(types.BlockMask):
     same bits share them. B or H is 1 where all sequences or all heads have the same mask. It has a tensor's
     `to(device)`, `device` and `nbytes`.
 
-    `BlockMask(blocks, M, N)` makes it of whole blocks, bool [B or 1, H or 1, ceil(M / 128), ceil(N / 128)].
+    `BlockMask(blocks, M, N)` makes it of whole blocks, bool [B or 1, H or 1, ceil(M / 128), ceil(N / 128)]. With
+    `tail=True` a key block that a row block does not visit, and that all of its queries may see, counts as one key: the
+    mean of its keys, with log 128 added to the score, and the mean of its values (Sol-Attn, arXiv:2607.24027). A last
+    block of fewer than 128 keys is then visited by all. Such a mask is for `attention` without gradients.
 
     Attributes:
         M: queries.
@@ -50,6 +53,8 @@ class BlockMask(types.BlockMask):
             One 0, [1, 1, 1, 1], if there is no such entry.
         tiles: int32 [T, 128, 4]: bit b of word w of row r says whether the row block's query r sees the key block's key
             32 w + b. Bits past M or N mean nothing.
+        tail: int32 [B, H, M_blocks, 4 * tail_blocks], or None: bit b of word w says whether key block 32 w + b counts
+            by its means, of which blocks of 128 follow the key blocks: each row block's `entries` end with them.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is accepted.
@@ -60,9 +65,10 @@ class BlockMask(types.BlockMask):
         out = ha.attention(q, k, v, block_mask=mask)
     """
 
-    def __init__(self, blocks: torch.Tensor, M: int, N: int) -> None:
+    def __init__(self, blocks: torch.Tensor, M: int, N: int, *, tail: bool = False) -> None:
         check_blocks(blocks, M, N)
-        self._fill(M, N, *_lists_of(blocks))
+        check_flag(tail, "tail")
+        self._fill(M, N, *(_lists_with_tail(blocks, N) if tail else _lists_of(blocks)))
 
     @classmethod
     def from_dense(cls, mask: torch.Tensor, capacity: int | None = None) -> BlockMask:
@@ -124,19 +130,33 @@ class BlockMask(types.BlockMask):
         return cls._of_rule(M, N, kinds, rule)
 
     def _fill(
-        self, M: int, N: int, lists: torch.Tensor, entries: torch.Tensor, tile_of: torch.Tensor, tiles: torch.Tensor
+        self,
+        M: int,
+        N: int,
+        lists: torch.Tensor,
+        entries: torch.Tensor,
+        tile_of: torch.Tensor,
+        tiles: torch.Tensor,
+        tail: torch.Tensor | None = None,
     ) -> None:
-        fields = {"M": M, "N": N, "lists": lists, "entries": entries, "tile_of": tile_of, "tiles": tiles}
+        fields = {"M": M, "N": N, "lists": lists, "entries": entries, "tile_of": tile_of, "tiles": tiles, "tail": tail}
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 
     @classmethod
     def _of_lists(
-        cls, M: int, N: int, lists: torch.Tensor, entries: torch.Tensor, tile_of: torch.Tensor, tiles: torch.Tensor
+        cls,
+        M: int,
+        N: int,
+        lists: torch.Tensor,
+        entries: torch.Tensor,
+        tile_of: torch.Tensor,
+        tiles: torch.Tensor,
+        tail: torch.Tensor | None = None,
     ) -> BlockMask:
         """The mask that has these fields."""
         made = cls.__new__(cls)
-        made._fill(M, N, lists, entries, tile_of, tiles)
+        made._fill(M, N, lists, entries, tile_of, tiles, tail)
         return made
 
     @classmethod
@@ -187,12 +207,13 @@ class BlockMask(types.BlockMask):
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> BlockMask:
         """The same on another device."""
-        fields = ("lists", "entries", "tile_of", "tiles")
-        moved = (getattr(self, name).to(device, non_blocking=non_blocking) for name in fields)
-        return self._of_lists(self.M, self.N, *moved)
+        moved = {name: x.to(device, non_blocking=non_blocking) for name, x in self._tensors().items()}
+        return self._of_lists(self.M, self.N, **moved)
 
     def _of_first_keys(self, N: int) -> BlockMask:
         """The mask of the first N keys."""
+        if self.tail is not None:
+            return BlockMask(self.blocks[..., : -(-N // MASK_BLOCK)], self.M, N, tail=True)
         kinds = self._kinds()[..., : -(-N // MASK_BLOCK)]
         return self._of_kinds(self.M, N, kinds.to(torch.int32), self.tiles)
 
@@ -203,10 +224,11 @@ class BlockMask(types.BlockMask):
         rows = slice(b, b + 1)
         # Of one 0 for all sequences each has the same.
         tile_of = self.tile_of if self.tile_of.size(0) == 1 else self.tile_of[rows]
-        return self._of_lists(self.M, self.N, self.lists[rows], self.entries[rows], tile_of, self.tiles)
+        tail = None if self.tail is None else self.tail[rows]
+        return self._of_lists(self.M, self.N, self.lists[rows], self.entries[rows], tile_of, self.tiles, tail)
 
     def to_dense(self) -> torch.Tensor:
-        """The mask by scores: bool [B, H, M, N]."""
+        """The mask by scores: bool [B, H, M, N]. A tail is left out."""
         bits = torch.arange(WORD, dtype=torch.int32, device=self.device)
         # [T, 128, 128]
         tiles = (self.tiles.unsqueeze(3) >> bits & 1).bool().flatten(2)
@@ -238,16 +260,24 @@ class BlockMask(types.BlockMask):
         # What lies past the count goes to a place that is cut off.
         at = torch.where(listed, torch.where(in_part, -1 - entries, entries), n_blocks)
         filled = kinds.new_full((*entries.shape[:3], n_blocks + 1), UNSEEN).scatter_(3, at, kinds)
-        return filled[..., :n_blocks]
+        return filled[..., : -(-self.N // MASK_BLOCK)]
+
+    def _tail_counts(self) -> torch.Tensor:
+        """The key blocks that count by their means: bool [B, H, M_blocks, N_blocks]."""
+        if self.tail is None:
+            return torch.zeros_like(self.blocks)
+        bits = torch.arange(WORD, dtype=torch.int32, device=self.device)
+        return (self.tail.unsqueeze(4) >> bits & 1).bool().flatten(3)[..., : -(-self.N // MASK_BLOCK)]
 
     def __repr__(self) -> str:
         shape = f"B={self.B}, H={self.H}, M={self.M}, N={self.N}"
         if isinstance(self.entries, FakeTensor) or self.device.type == "meta":
             return f"BlockMask({shape})"
-        density = self.lists[..., 1].double().mean().item() / self.entries.size(3)
+        density = self.blocks.double().mean().item()
         in_part = (self.entries < 0).double().mean().item()
+        tail = "" if self.tail is None else ", the others by their means"
         return (
-            f"BlockMask({shape}: {density:.2%} of the blocks, {in_part:.2%} in part, {self.tiles.size(0)} tiles, "
+            f"BlockMask({shape}: {density:.2%} of the blocks{tail}, {in_part:.2%} in part, {self.tiles.size(0)} tiles, "
             f"{self.nbytes} bytes on {self.device})"
         )
 
@@ -319,6 +349,20 @@ def _no_tiles(like: torch.Tensor) -> torch.Tensor:
 def _lists_of(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The fields `lists`, `entries`, `tile_of` and `tiles` of whole blocks, bool [B, H, M_blocks, N_blocks]."""
     return *mask_lists(MaskListsArgs(blocks.contiguous())), _no_tiles(blocks)
+
+
+def _lists_with_tail(blocks: torch.Tensor, N: int) -> tuple[torch.Tensor, ...]:
+    """`_lists_of`, and the field `tail`: blocks of means follow the key blocks, and all row blocks visit them."""
+    n_blocks = blocks.size(3)
+    if N % MASK_BLOCK:
+        last = torch.arange(n_blocks, device=blocks.device) == n_blocks - 1
+        blocks = blocks | last
+    # [B, H, M_blocks, tail_blocks * MASK_BLOCK]
+    counts = torch.nn.functional.pad(~blocks, (0, -n_blocks % MASK_BLOCK))
+    bits = torch.arange(WORD, dtype=torch.int32, device=blocks.device)
+    tail = (counts.unflatten(3, (-1, WORD)).to(torch.int32) << bits).sum(4).to(torch.int32)
+    listed = torch.nn.functional.pad(blocks, (0, counts.size(3) // MASK_BLOCK), value=True)
+    return *_lists_of(listed), tail
 
 
 def _numbered(

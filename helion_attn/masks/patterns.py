@@ -277,6 +277,7 @@ def top_blocks(
     causal: bool = False,
     sm_scale: float | None = None,
     layout: Layout = "bhsd",
+    tail: bool = False,
 ) -> BlockMask:
     """The blocks that hold most of the probability, as the means of their queries and keys have it.
 
@@ -297,6 +298,8 @@ def top_blocks(
         causal: blocks behind the diagonal, which ends at the last query and key, are not kept.
         sm_scale: of the scores; None for 1 / sqrt(D). It matters to `mass`.
         layout: "bhsd" or "bshd".
+        tail: blocks that are not kept count as one key each, as `BlockMask` says: for broad attention to smooth keys,
+            such as a video's in the order of tiles. In language models it gains little (docs/masks.md).
 
     Returns:
         A mask of whole blocks for every sequence and head.
@@ -350,7 +353,7 @@ def top_blocks(
         # What is not kept is replaced by the first, which is.
         ranked = torch.where(kept, ranked, ranked[..., :1])
     blocks = always.expand(scores.shape).scatter(3, ranked, True)
-    return BlockMask(blocks & allowed if causal else blocks, M, N)
+    return BlockMask(blocks & allowed if causal else blocks, M, N, tail=tail)
 
 
 def _ends(S: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -67,11 +67,14 @@ def attention_args(a: DenseArgs, packed: PackedTensors) -> AttentionArgs:
 
 def _launch(a: DenseArgs) -> Outputs:
     from helion_attn.kernels.lib.query import Query
+    from helion_attn.preprocess import tail
     from helion_attn.preprocess.pipeline import quantize_qkv
 
     choice = choose(shape_of_dense(a), sm_count(a.q), a)
-    packed = attention_args(a, quantize_qkv(a, packs_q=not choice.quantises_q))
-    return attend(packed, choice, Query(a.q, a.rope) if choice.quantises_q else None)
+    packed = quantize_qkv(a, packs_q=not choice.quantises_q)
+    if a.block_mask.tail is not None:
+        packed = tail.launch(packed, a.recipe, a.q.size(3), a.v.size(3))
+    return attend(attention_args(a, packed), choice, Query(a.q, a.rope) if choice.quantises_q else None)
 
 
 def _fake(a: DenseArgs) -> Outputs:

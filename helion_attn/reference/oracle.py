@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from typing_extensions import Unpack
 
+from helion_attn.configs import MASK_BLOCK
 from helion_attn.names import with_scores
 from helion_attn.options import OracleOptions, ScoreKwargs, ScoreOptions
-from helion_attn.reference.shapes import default_sm_scale, hide_keys, to_bhsd, visible_scores
+from helion_attn.reference.shapes import (
+    block_means,
+    counted_blocks,
+    default_sm_scale,
+    hide_keys,
+    to_bhsd,
+    visible_scores,
+)
 from helion_attn.types import BlockMask
 
 if TYPE_CHECKING:
@@ -81,9 +90,12 @@ def attention(
     lse = q.new_empty((B, H, M), dtype=torch.float64)
     rows = max(1, _SCORES_AT_ONCE // N)
     visible = visible_scores(block_mask, B, H)
+    counted = counted_blocks(block_mask, B, H, given.causal, given.window)
     for b in range(B):
         for h_kv in range(H_kv):
             k64, v64 = k[b, h_kv].double(), v[b, h_kv].double()
+            if counted is not None:
+                mean_k, v64 = block_means(k64), torch.cat([v64, block_means(v64)])
             for h in range(h_kv * (H // H_kv), (h_kv + 1) * (H // H_kv)):
                 for i in range(0, M, rows):
                     q64 = q[b, h, i : i + rows].double()
@@ -92,6 +104,11 @@ def attention(
                     s = hide_keys(s, i, 0, M, N, given.causal, given.window)
                     if visible is not None:
                         s = s.masked_fill(~visible[b, h, i : i + rows], float("-inf"))
+                    if counted is not None:
+                        # [rows, N_blocks]
+                        of_means = given.capped(q64 @ mean_k.mT * scale) + math.log(MASK_BLOCK)
+                        of_means = of_means.masked_fill(~counted[b, h, i : i + rows], float("-inf"))
+                        s = torch.cat([s, of_means], 1)
                     sink = s.new_tensor(float("-inf")) if sinks is None else sinks[h].double()
                     # [rows]. Not by the lse: of large scores its last digit is more than the logarithm of a count.
                     top = torch.maximum(s.amax(1), sink)

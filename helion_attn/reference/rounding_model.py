@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 import torch
 from typing_extensions import Unpack
 
-from helion_attn.configs import packing
+from helion_attn.configs import MASK_BLOCK, TAIL_COUNT_LOG2, packing
 from helion_attn.names import with_scores
 from helion_attn.numerics import (
     DESCALE_MIN,
@@ -43,7 +43,14 @@ from helion_attn.reference.hadamard import hadamard
 from helion_attn.reference.norm import rms_norm
 from helion_attn.reference.reflect import reflect
 from helion_attn.reference.rope import apply_rope_qk
-from helion_attn.reference.shapes import default_sm_scale, hide_keys, to_bhsd, visible_scores
+from helion_attn.reference.shapes import (
+    block_means,
+    counted_blocks,
+    default_sm_scale,
+    hide_keys,
+    to_bhsd,
+    visible_scores,
+)
 from helion_attn.types import BALANCED, BlockMask, Recipe, RMSNorm, Rope, as_recipe, check_quantises
 
 if TYPE_CHECKING:
@@ -436,6 +443,19 @@ def fp8_attention(
     return (out, lse) if return_lse else out
 
 
+def _with_means(r: RoundedQKV, recipe: Recipe) -> RoundedQKV:
+    """K and V with the means of their key blocks behind them, as many as blocks of means have places."""
+    k_means, v_means = block_means(r.k8 * r.k_descale.unsqueeze(3)), block_means(r.v8)
+    k_means, v_means = (torch.nn.functional.pad(x, (0, 0, 0, -x.size(2) % MASK_BLOCK)) for x in (k_means, v_means))
+    largest = recipe.qk_largest(r.k8.size(3), r.v8.size(3))
+    k_descale = _row_descales(k_means, recipe.resolved.k_scales, MASK_BLOCK, largest)
+    return r._replace(
+        k8=torch.cat([r.k8, _cast(k_means, k_descale.unsqueeze(3), recipe.qk_dtype)], 2),
+        v8=torch.cat([r.v8, v_means.to(recipe.pv_dtype).float()], 2),
+        k_descale=torch.cat([r.k_descale, k_descale], 2),
+    )
+
+
 def attend(
     r: RoundedQKV,
     recipe: Recipe,
@@ -448,6 +468,13 @@ def attend(
     H_kv, N, D_v = r.v8.shape[1:]
     scale, softcap, sinks = default_sm_scale(scores.sm_scale, D), scores.softcap, scores.sinks
     bn = packing(D, D_v, recipe.bits).bn if block_n is None else block_n
+    blocks = [(j, min(j + bn, N)) for j in range(0, N, bn)]
+    counted = counted_blocks(block_mask, B, H, scores.causal, scores.window)
+    if counted is not None:
+        # [B, H, M, tail_blocks * bn]
+        counted = torch.nn.functional.pad(counted, (0, -counted.size(3) % MASK_BLOCK))
+        blocks += [(N + j, N + j + MASK_BLOCK) for j in range(0, counted.size(3), MASK_BLOCK)]
+        r = _with_means(r, recipe)
     k8, v8, k_descale, v_descale, v_mean = (
         x.repeat_interleave(H // H_kv, 1) for x in (r.k8, r.v8, r.k_descale, r.v_descale, r.v_mean)
     )
@@ -464,10 +491,10 @@ def attend(
         m_i = m_run = r.q8.new_full((B, H, M, 1), float("-inf"))
         l_i = r.q8.new_zeros((B, H, M, 1))
         acc = r.q8.new_zeros((B, H, M, D_v))
-        for j in range(0, N, bn):
+        for j, end in blocks:
             # [B, H, M, bn]
-            s = r.q8 @ k8[:, :, j : j + bn].mT
-            s_scale_log2 = q_scale_log2 * k_descale[:, :, None, j : j + bn]
+            s = r.q8 @ k8[:, :, j:end].mT
+            s_scale_log2 = q_scale_log2 * k_descale[:, :, None, j:end]
             if half:
                 s = s.half().float()
                 s_scale_log2 = (s_scale_log2 * E4M3_STEPS).clamp_max(FP16_LARGE).half().float() / E4M3_STEPS
@@ -476,16 +503,22 @@ def attend(
                 # tanh is not linear: it must see what smooth-K took from a row's scores.
                 s = s * LN2 + scale * r.lse_shift.unsqueeze(3)
                 s = softcap * LOG2E * torch.tanh(s / softcap)
-            s = hide_keys(s, 0, j, M, N, scores.causal, scores.window)
-            if visible is not None:
-                s = s.masked_fill(~visible[..., j : j + bn], float("-inf"))
-            top = below(s.amax(3, keepdim=True), recipe.p_offset)
+            count_log2 = 0.0
+            if counted is not None and j >= N:
+                count_log2 = TAIL_COUNT_LOG2
+                s = s.masked_fill(~counted[..., j - N : end - N], float("-inf"))
+            else:
+                s = hide_keys(s, 0, j, M, N, scores.causal, scores.window)
+                if visible is not None:
+                    s = s.masked_fill(~visible[..., j:end], float("-inf"))
+            # A block of means has P as if its scores were larger: its reference is.
+            top = below(s.amax(3, keepdim=True), recipe.p_offset) + count_log2
             m_run = torch.maximum(m_run, top)
             if own:
                 m_new = torch.maximum(top, m_run - REFERENCE_REACH_LOG2)
             else:
                 m_new = torch.where(m_i == float("-inf"), top, m_i) if keeps else m_run
-            m_ref = torch.where(m_new == float("-inf"), 0.0, m_new)
+            m_ref = torch.where(m_new == float("-inf"), 0.0, m_new) - count_log2
             if half:
                 # A larger one is that of scores below their row's largest, which is small.
                 offset = E4M3_BITS_OF_ONE - m_ref * E4M3_STEPS
@@ -496,9 +529,9 @@ def attend(
             else:
                 p = torch.exp2(s - m_ref)
                 p8 = p.to(recipe.pv_dtype).float()
-            alpha = torch.exp2(m_i - m_ref)
+            alpha = torch.exp2(m_i - (m_ref + count_log2))
             l_i = l_i * alpha + p.sum(3, keepdim=True)
-            acc = acc * alpha + p8 @ v8[:, :, j : j + bn]
+            acc = acc * alpha + p8 @ v8[:, :, j:end]
             m_i = m_new
         return m_i, l_i, acc
 

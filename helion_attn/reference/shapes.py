@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from helion_attn.configs import MASK_BLOCK
 from helion_attn.masks.blocks import as_block_mask
 from helion_attn.types import BlockMask
 
@@ -58,6 +59,31 @@ def visible_scores(mask: BlockMask | FlexMask | torch.Tensor | None, B: int, H: 
         return mask
     made = as_block_mask(mask)
     return None if made is None else made.to_dense().expand(B, H, -1, -1)
+
+
+def counted_blocks(
+    mask: BlockMask | FlexMask | torch.Tensor | None, B: int, H: int, causal: bool, window: tuple[int, int] | None
+) -> torch.Tensor | None:
+    """The key blocks that count by their means for each query, bool [B, H, M, N_blocks]; None without a tail."""
+    made = None if isinstance(mask, torch.Tensor) else as_block_mask(mask)
+    if made is None or made.tail is None:
+        return None
+    rows = torch.arange(made.M, device=made.device)
+    # [B, H, M, N_blocks]
+    counts = made._tail_counts()[:, :, rows // MASK_BLOCK].expand(B, H, -1, -1)
+    # All queries of a row block see a whole block: the first one its last key, the last one its first key.
+    first_row = rows // MASK_BLOCK * MASK_BLOCK
+    zeros = torch.zeros((made.M, counts.size(3) * MASK_BLOCK), device=made.device)
+    seen = [
+        hide_keys_of_rows(zeros, first_row + ahead, 0, made.M, made.N, causal, window) == 0
+        for ahead in (0, MASK_BLOCK - 1)
+    ]
+    return counts & (seen[0] & seen[1]).unflatten(1, (-1, MASK_BLOCK)).all(2)
+
+
+def block_means(x: torch.Tensor) -> torch.Tensor:
+    """The means of key blocks of K or V, [..., N, D] to [..., N_blocks, D], a ragged last one with zeros."""
+    return torch.nn.functional.pad(x, (0, 0, 0, -x.size(-2) % MASK_BLOCK)).unflatten(-2, (-1, MASK_BLOCK)).mean(-2)
 
 
 def hide_future_keys(s: torch.Tensor) -> torch.Tensor:

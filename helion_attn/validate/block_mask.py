@@ -82,6 +82,15 @@ def check_block_mask(
         )
 
 
+def check_no_tail(tail: torch.Tensor | None, where: str) -> None:
+    """Refuse a mask's tail; `where` says what has none."""
+    if tail is not None:
+        raise ValueError(
+            f"block_mask has a tail; {where} it must have none: leave out tail=True, or call helion_attn.attention "
+            f"where nothing requires grad"
+        )
+
+
 def check_flex(mask: object) -> None:
     """A mask of PyTorch's flex_attention."""
     from torch.nn.attention import flex_attention

@@ -19,7 +19,7 @@ DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [README, *(ROOT / f"{name}.md" for name in ("CONTRIBUTING", "CHANGELOG", "SECURITY")), *DOCS]
 
 #: Of README.md; of docs/ without what scripts write; of all pages with it. Tables are in benchmarks/results.
-MOST_BYTES, MOST_TYPED, MOST_WORDS = 10_000, 18_500, 35_000
+MOST_BYTES, MOST_TYPED, MOST_WORDS = 10_000, 19_000, 35_000
 
 MOST_PLOTS = 8
 

@@ -135,6 +135,7 @@ class Specialisation:
     has_splits: bool
     rotation: Rotation | None = None
     has_block_mask: bool = False
+    has_tail: bool = False
 
     def __str__(self) -> str:
         return "-".join([self.recipe, *name_parts(self)])
@@ -256,11 +257,16 @@ def make_inputs(spec: Specialisation, data: Data, device: str) -> Tensors:
     return q, k, v
 
 
-def make_block_mask(B: int, H: int, M: int, N: int, seed: int, device: str) -> ha.BlockMask:
-    """Blocks that are unseen, whole, or seen in part at random; of every sequence and head, or the same for some."""
+def make_block_mask(B: int, H: int, M: int, N: int, seed: int, tail: bool, device: str) -> ha.BlockMask:
+    """Blocks that are unseen, whole, or seen in part at random; of every sequence and head, or the same for some.
+
+    With a tail those of the last two kinds count by their means.
+    """
     generator = torch.Generator().manual_seed(seed)
     heads = B if seed % 2 else 1, H if seed // 2 % 2 else 1
     blocks = torch.randint(0, 3, (*heads, -(-M // 128), -(-N // 128)), generator=generator)
+    if tail:
+        return ha.BlockMask((blocks == 1).to(device), M, N, tail=True)
     by_score = blocks.repeat_interleave(128, 2).repeat_interleave(128, 3)[..., :M, :N]
     bits = torch.rand(*heads, M, N, generator=generator) < 0.02 + (seed % 10) / 10
     return ha.BlockMask.from_dense(((by_score == 1) | ((by_score == 2) & bits)).to(device))

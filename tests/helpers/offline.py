@@ -144,10 +144,13 @@ def fake_qkv(
         )
 
 
-def fake_block_mask(B: int, H: int, M: int, N: int) -> ha.BlockMask:
-    """A mask on cuda:0 that has blocks seen in part."""
+def fake_block_mask(B: int, H: int, M: int, N: int, tail: bool = False) -> ha.BlockMask:
+    """A mask on cuda:0 that has blocks seen in part, or a tail."""
     rows, keys = -(-M // 128), -(-N // 128)
-    shapes = (B, H, rows, 2), (B, H, rows, keys), (B, H, rows, keys), (50, 128, 4)
+    shapes = [(B, H, rows, 2), (B, H, rows, keys), (B, H, rows, keys), (50, 128, 4)]
+    if tail:
+        of_means = -(-keys // 128)
+        shapes = [(B, H, rows, 2), (B, H, rows, keys + of_means), (1, 1, 1, 1), (1, 128, 4), (B, H, rows, 4 * of_means)]
     return ha.BlockMask._of_lists(M, N, *(fake_cuda(*shape, dtype=torch.int32) for shape in shapes))
 
 

@@ -69,10 +69,11 @@ def keys_of(
         # In entries of the list; the edges stay those of blocks. Entries ascend: no more of them lie before a block, or
         # behind it, than there are blocks. Of a list of all blocks that leaves those that rows see.
         num_kv_blocks = rows.num_kv_blocks
-        if spec.scores.has_right:
+        # A tail's entries come last.
+        if spec.scores.has_right and not spec.has_tail:
             num_kv_blocks = torch.clamp_min(torch.minimum(num_kv_blocks, int32(keys.stop)), 0)
         begin = rows.first_entry
-        if spec.scores.has_left:
+        if spec.scores.has_left and not spec.has_tail:
             unseen = torch.clamp_min(int32(keys.begin - (n_len + bn - 1) // bn) + rows.num_kv_blocks, 0)
             begin = begin + torch.minimum(unseen, num_kv_blocks)
         keys = keys._replace(begin=begin, stop=rows.first_entry + num_kv_blocks)

@@ -99,6 +99,7 @@ class AttentionSpec(NamedTuple):
         same_kv_layout: V's blocks of a rank lie as K's do.
         row_ranges: a row sees the keys from one position up to another.
         block_sparse: a program has the key blocks of its KV list.
+        has_tail: key blocks that are not listed count by their means, in blocks behind those of keys.
         query: how Q is quantised; None if it is packed.
     """
 
@@ -126,6 +127,7 @@ class AttentionSpec(NamedTuple):
     same_kv_layout: bool = False
     row_ranges: bool = False
     block_sparse: bool = False
+    has_tail: bool = False
     query: QuerySpec | None = None
 
     @property

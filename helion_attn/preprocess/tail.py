@@ -1,0 +1,179 @@
+"""Blocks of means behind the packed blocks of K and V, for the key blocks that a mask leaves out.
+
+A mean is of what attention reads of a key block: 8-bit K and V, dequantised. All that packing does to rows but its
+rounding is linear, so that it is the mean of the block's keys, normed and rotated, and of its values. 128 means are a
+block like any other: K has one descale for it, and V, whose descales are a head's, has them as they are.
+
+Two kernels, since a block of means is of many key blocks: `copy_blocks` reads K and V once, and `pack_means` the means.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+
+from helion_attn.compiler.helion_adapter import Config, hl
+from helion_attn.compiler.runners import by_device
+from helion_attn.kernels.lib.row_layout import rows_descale, rows_to_dtype
+from helion_attn.preprocess.lib.v_layout import key_stored_at
+from helion_attn.types import PackedTensors, Recipe
+
+#: Channels that a program copies, at most.
+CHANNELS = 64
+
+
+class TailSpec(NamedTuple):
+    """Constants that the kernels are compiled for.
+
+    Attributes:
+        k_tile: channels of K that a program copies.
+        v_tile: of V.
+        k_block_descales: K has a descale a block; otherwise none.
+        v_transposed: V is of 8 bits.
+        largest: the largest magnitude that K becomes.
+        is_cuda: the kernels are compiled; otherwise interpreted.
+    """
+
+    k_tile: int
+    v_tile: int
+    k_block_descales: bool
+    v_transposed: bool
+    largest: float
+    is_cuda: bool
+
+
+def copy_blocks(
+    k8: torch.Tensor,  # [B * H_kv, N_blocks, bn, D_pad]
+    v8: torch.Tensor,  # [B * H_kv, N_blocks, D_v_pad, bn], or of 16 bits [B * H_kv, N_blocks, bn, D_v_pad]
+    k_descale: torch.Tensor,  # [B * H_kv, N_blocks] if k_block_descales
+    k8_with_tail: torch.Tensor,  # [B * H_kv, N_blocks + tail_blocks, bn, D_pad], written, and so the rest
+    v8_with_tail: torch.Tensor,
+    k_descale_with_tail: torch.Tensor,  # [B * H_kv, N_blocks + tail_blocks] if k_block_descales
+    k_means: torch.Tensor,  # [B * H_kv, tail_blocks * bn, D_pad]
+    v_means: torch.Tensor,  # [B * H_kv, tail_blocks * bn, D_v_pad]
+    spec: hl.constexpr,  # TailSpec
+) -> None:
+    """Copy each block, and write its means in fp32; those of the last block are of its padding, too.
+
+    A program has some channels of a block of K or of V.
+    """
+    bn, d_pad = hl.specialize((k8.size(2), k8.size(3)))
+    d_v_pad = hl.specialize(v_means.size(2))
+    hl.specialize((v8.size(2), v8.size(3)))
+    k_tiles, v_tiles = d_pad // spec.k_tile, d_v_pad // spec.v_tile
+    for k_head, k_index in hl.grid([k8.size(0), k8.size(1) * k_tiles]):
+        block = k_index // k_tiles
+        cols = k_index % k_tiles * spec.k_tile + hl.arange(spec.k_tile)
+        # [bn, k_tile]
+        k = hl.load(k8, [k_head, block, hl.arange(bn), cols])
+        hl.store(k8_with_tail, [k_head, block, hl.arange(bn), cols], k)
+        k_mean = k.to(torch.float32).sum(0) * (1.0 / bn)
+        if spec.k_block_descales:
+            descale = k_descale[k_head, block]
+            k_descale_with_tail[k_head, block] = descale
+            k_mean = k_mean * descale
+        hl.store(k_means, [k_head, block, cols], k_mean)
+
+    for v_head, v_index in hl.grid([v8.size(0), v8.size(1) * v_tiles]):
+        v_block = v_index // v_tiles
+        channels = v_index % v_tiles * spec.v_tile + hl.arange(spec.v_tile)
+        # [v_tile, bn], or [bn, v_tile]
+        if spec.v_transposed:
+            v = hl.load(v8, [v_head, v_block, channels, hl.arange(bn)])
+            hl.store(v8_with_tail, [v_head, v_block, channels, hl.arange(bn)], v)
+            v_sum = v.to(torch.float32).sum(1)
+        else:
+            v = hl.load(v8, [v_head, v_block, hl.arange(bn), channels])
+            hl.store(v8_with_tail, [v_head, v_block, hl.arange(bn), channels], v)
+            v_sum = v.to(torch.float32).sum(0)
+        hl.store(v_means, [v_head, v_block, channels], v_sum * (1.0 / bn))
+
+
+def pack_means(
+    k_means: torch.Tensor,  # [B * H_kv, tail_blocks * bn, D_pad]
+    v_means: torch.Tensor,  # [B * H_kv, tail_blocks * bn, D_v_pad]
+    k8_with_tail: torch.Tensor,  # [B * H_kv, N_blocks + tail_blocks, bn, D_pad], written, and so the rest
+    v8_with_tail: torch.Tensor,
+    k_descale_with_tail: torch.Tensor,  # [B * H_kv, N_blocks + tail_blocks] if k_block_descales
+    n_blocks: int,
+    tail_blocks: int,
+    spec: hl.constexpr,  # TailSpec
+) -> None:
+    """Pack the means as blocks of keys; where there is no key block they are 0."""
+    bn, d_pad = hl.specialize((k8_with_tail.size(2), k8_with_tail.size(3)))
+    d_v_pad = hl.specialize(v_means.size(2))
+    hl.specialize((v8_with_tail.size(2), v8_with_tail.size(3)))
+    for head, tail_block in hl.grid([k_means.size(0), tail_blocks]):
+        # [bn]
+        first = tail_block * bn
+        key_block = first + hl.arange(bn)
+        # [bn, D_pad]
+        k = hl.load(k_means, [head, key_block, hl.arange(d_pad)], extra_mask=(key_block < n_blocks).unsqueeze(1))
+        ones = hl.full([bn], 1.0, dtype=torch.float32)
+        descale = rows_descale(
+            k, ones, ones, bn, spec.largest, unscaled=not spec.k_block_descales, per_row=False, per_tile=True
+        )
+        k8_with_tail[head, n_blocks + tail_block, :, :] = rows_to_dtype(
+            k, 1.0 / descale, k8_with_tail.dtype, spec.is_cuda
+        )
+        if spec.k_block_descales:
+            k_descale_with_tail[head, n_blocks + tail_block] = torch.amax(descale, 0)
+        if spec.v_transposed:
+            key_block = first + key_stored_at(hl.arange(bn))
+        # [bn, D_v_pad]
+        v = hl.load(v_means, [head, key_block, hl.arange(d_v_pad)], extra_mask=(key_block < n_blocks).unsqueeze(1))
+        v = v.to(v8_with_tail.dtype)
+        if spec.v_transposed:
+            v8_with_tail[head, n_blocks + tail_block, :, :] = v.transpose(0, 1)
+        else:
+            v8_with_tail[head, n_blocks + tail_block, :, :] = v
+
+
+copy_kernel = by_device(copy_blocks, Config(num_warps=8, indexing="pointer"))
+pack_kernel = by_device(pack_means, Config(num_warps=8, indexing="pointer"))
+
+
+def launch(packed: PackedTensors, recipe: Recipe, d: int, d_v: int) -> PackedTensors:
+    """Return packed tensors whose K and V have blocks of means behind their own.
+
+    Args:
+        packed: of dense tensors, in key blocks of `MASK_BLOCK` keys.
+        recipe: how they were quantised.
+        d: head dim of Q and K.
+        d_v: of V.
+    """
+    k8, v8, like = packed.k8, packed.v8, packed.v_mean
+    heads, n_blocks, bn, D_pad = k8.shape
+    tail_blocks = -(-n_blocks // bn)
+    all_blocks = n_blocks + tail_blocks
+    v_transposed = v8.dtype.itemsize == 1
+    k_block_descales = recipe.k_scales == "block"
+    k_means = like.new_empty((heads, tail_blocks * bn, D_pad))
+    v_means = like.new_empty((heads, tail_blocks * bn, v8.size(2 if v_transposed else 3)))
+    k8_with_tail = k8.new_empty((heads, all_blocks, bn, D_pad))
+    v8_with_tail = v8.new_empty((heads, all_blocks, v8.size(2), v8.size(3)))
+    k_descale = packed.k_descale.view(heads, -1)
+    k_descale_with_tail = like.new_empty((heads, all_blocks)) if k_block_descales else k_descale
+    shared = {
+        "k8_with_tail": k8_with_tail,
+        "v8_with_tail": v8_with_tail,
+        "k_descale_with_tail": k_descale_with_tail,
+        "k_means": k_means,
+        "v_means": v_means,
+        "spec": TailSpec(
+            k_tile=min(CHANNELS, D_pad),
+            v_tile=min(CHANNELS, v_means.size(2)),
+            k_block_descales=k_block_descales,
+            v_transposed=v_transposed,
+            largest=recipe.qk_largest(d, d_v),
+            is_cuda=k8.is_cuda,
+        ),
+    }
+    copy_kernel(k8.is_cuda).run({"k8": k8, "v8": v8, "k_descale": k_descale, **shared})
+    pack_kernel(k8.is_cuda).run({"n_blocks": n_blocks, "tail_blocks": tail_blocks, **shared})
+    B, H_kv = packed.k_descale.shape[:2]
+    return dataclasses.replace(
+        packed, k8=k8_with_tail, v8=v8_with_tail, k_descale=k_descale_with_tail.view(B, H_kv, -1)
+    )
