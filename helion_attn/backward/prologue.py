@@ -117,6 +117,15 @@ class Prologue(torch.autograd.Function):
         return d.to(ctx.dtype), d_weight, None, None, None, None, None, None
 
 
+def prepared(x: torch.Tensor, *constants: Any) -> torch.Tensor:
+    """`Prologue` of x, with what else it takes, some of which `torch.inference_mode` may have made."""
+    given = (x, *constants)
+    if not torch.compiler.is_compiling():
+        given = tuple(y.clone() if isinstance(y, torch.Tensor) and y.is_inference() else y for y in given)
+    out: torch.Tensor = Prologue.apply(*given)
+    return out
+
+
 def without_prologue(a: DenseArgs) -> DenseArgs:
     """The same attention of Q and K that are normalised and rotated, in their dtype."""
     rope, norm = a.rope, a.norm
@@ -124,7 +133,7 @@ def without_prologue(a: DenseArgs) -> DenseArgs:
     table = rope.cos, rope.sin, rope.interleaved
     q, k = a.q, a.k
     if rope.cos is not None or norm.q_weight is not None:
-        q = Prologue.apply(q, norm.q_weight, norm.q_eps, *table, rope.q_positions, N - M)
+        q = prepared(q, norm.q_weight, norm.q_eps, *table, rope.q_positions, N - M)
     if rope.cos is not None or norm.k_weight is not None:
-        k = Prologue.apply(k, norm.k_weight, norm.k_eps, *table, rope.k_positions, 0)
+        k = prepared(k, norm.k_weight, norm.k_eps, *table, rope.k_positions, 0)
     return a._replace(q=q, k=k, rope=NO_ROPE_ARGUMENTS, norm=norm_arguments(None, None))

@@ -279,6 +279,19 @@ def test_what_is_kept() -> None:
     assert sum(x.nbytes for x in kept) < 0.65 * bf16
 
 
+def test_prologue_of_inference_tensors() -> None:
+    """Autograd keeps none: copies take their places."""
+    q, k, v, d_out = inputs("randn", 2, 1, 40, 40, 64)
+    angles, weight, at = torch.outer(torch.arange(50.0), torch.rand(24)), torch.rand(64), torch.arange(40)
+    rope, norm = ha.Rope(angles.cos(), angles.sin(), False, at, at), ha.RMSNorm(weight)
+    expected = gradients(q, k, v, d_out, rope=rope, q_norm=norm, k_norm=norm)
+    with torch.inference_mode():
+        rope = ha.Rope(rope.cos.clone(), rope.sin.clone(), False, at.clone(), at.clone())
+        norm = ha.RMSNorm(weight.clone())
+    found = gradients(q, k, v, d_out, rope=rope, q_norm=norm, k_norm=norm)
+    assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize("of", ["rope", "norms", "both"])
 def test_what_is_kept_with_a_prologue(of: str) -> None:
     """Norms keep Q and K as they are given, RoPE nothing; tables and weights are the caller's."""
