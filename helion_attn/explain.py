@@ -20,6 +20,7 @@ from helion_attn.names import options_of, reject_unknown_kwargs
 from helion_attn.ops.choose import choose, reasons, shape_of_dense
 from helion_attn.options import CallOptions
 from helion_attn.plans import Plan
+from helion_attn.problem import DenseArgs
 from helion_attn.types import BALANCED, BlockMask, RMSNorm, Rope, is_auto
 from helion_attn.validate.dense import check_is_norm, check_no_gradients
 from helion_attn.validate.derivatives import needs_gradient
@@ -52,7 +53,8 @@ class Explanation:
         shares_tiles: whether the query heads of a KV head share tiles.
         heads_at_once: heads whose longest rows begin together, so that the GPU does not run dry at the end.
         backward: where an input requires grad, the kernel of the backward pass, and why that; of CPU tensors, what an
-            H200 would take. None where there is no such pass, or it is PyTorch's.
+            H200 would take. With `return_lse` also that of a gradient of lse, where it is another. None where there is
+            no such pass, or it is PyTorch's.
         reasons: why not others, a sentence each.
     """
 
@@ -139,7 +141,7 @@ def explain(
     operation, backward = ops.attention, None
     if needs_gradient(q, k, v, problem.scores.sinks, problem.norm.q_weight, problem.norm.k_weight):
         problem = without_prologue(problem)
-        operation, backward = attention_training, str(backward_kernel(problem))
+        operation, backward = attention_training, _backward(problem, return_lse)
     shape = shape_of_dense(problem)
     choice = choose(shape, count, problem if backward is None else None)
     made = operation.plan(problem, count)
@@ -168,6 +170,14 @@ def explain(
         backward=backward,
         reasons=(*chosen, *reasons(shape, choice, count, device)),
     )
+
+
+def _backward(problem: DenseArgs, return_lse: bool) -> str:
+    """The kernel of the backward pass, and the one of a gradient of lse where that is another."""
+    kernel, of_lse = (backward_kernel(problem, has_lse_gradient) for has_lse_gradient in (False, True))
+    if not return_lse or of_lse.name == kernel.name:
+        return str(kernel)
+    return f"{kernel}; where lse gets a gradient, {of_lse}"
 
 
 def _of_pytorch(device: str, reasons: tuple[str, ...]) -> Explanation:

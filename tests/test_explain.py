@@ -14,6 +14,7 @@ import helion_attn as ha
 from devtools.inputs import make_qkv
 from devtools.sm90 import _offline_hopper
 from helion_attn import plans
+from helion_attn.backward import flash_attn_4
 from helion_attn.compiler import runners
 from helion_attn.compiler.helion_adapter import helion
 from helion_attn.compiler.passes import early_copies, hoist_q_scale, row_sums, shared_q
@@ -174,3 +175,23 @@ def test_what_a_gpu_launched(D: int) -> None:
 )
 def test_it_says_whether_channels_are_equalised(recipe: ha.Recipe, said: str) -> None:
     assert said in str(explained((1, 2, 2, 64, 200, 64), recipe=recipe))
+
+
+def test_a_gradient_of_lse_may_take_another_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = make_qkv("randn", 1, 2, 2, 40, 40, 64)
+    q.requires_grad_()
+
+    def backward(**options: Any) -> str:
+        found = ha.explain(q, k, v, **options).backward
+        assert found is not None
+        return found
+
+    monkeypatch.setattr(flash_attn_4, "is_here", lambda: False)
+    cudnn = "cuDNN's 16-bit kernel, through PyTorch: the fastest that takes the mask"
+    assert backward() == cudnn
+    of_lse = "; where lse gets a gradient, "
+    assert backward(return_lse=True).startswith(f"{cudnn}{of_lse}fp32 products in PyTorch, a run of rows at a time: a")
+    assert backward(return_lse=True, softcap=5.0) == backward(softcap=5.0)
+    monkeypatch.setattr(flash_attn_4, "is_here", lambda: True)
+    assert backward(return_lse=True) == f"{cudnn}{of_lse}flash-attn-4's 16-bit kernel: lse has a gradient"
+    assert backward(return_lse=True, window=(9, 0)) == backward(window=(9, 0))
