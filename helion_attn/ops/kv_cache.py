@@ -95,7 +95,7 @@ def _launch_step(a: StepArgs) -> torch.Tensor:
         k, v = (x.transpose(0, 1).unsqueeze(0) for x in (a.k, a.v))
         given: Any = None if opened.k8 is None else opened[:4]
         appended = AppendArgs(k, v, a.cache, a.block_table, a.seqlens, drafts, a.rope)
-        k8, v8, k_descale, v_descale = append.launch(appended, few, given)
+        k8, v8, k_descale, v_descale = append.launch(appended, few, given, a.scores.left)
         opened = OpenPagesArgs(k8, v8, k_descale, v_descale, T, drafts)
     out, lse = a.out.unsqueeze(0), _empty_lse(a)
     attends = DecodeArgs(

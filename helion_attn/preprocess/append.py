@@ -317,11 +317,15 @@ def kernel(is_cuda: bool) -> Runner:
 
 
 def launch(
-    a: AppendArgs, batch: PackedBatch | None = None, open_pages: tuple[torch.Tensor, ...] | None = None
+    a: AppendArgs,
+    batch: PackedBatch | None = None,
+    open_pages: tuple[torch.Tensor, ...] | None = None,
+    left: int = -1,
 ) -> tuple[torch.Tensor, ...]:
     """Store keys and values at positions `cache_seqlens[b]` and up, and return `close_pages`' open pages.
 
-    With a packed batch B is 1 in k and v, and lengths are those with the new keys. Open pages are made, or given.
+    With a packed batch B is 1 in k and v, and lengths are those with the new keys. Open pages are made, or given. A
+    query sees `left` keys before its own, or all for -1.
     """
     (H_kv, L, D), cache = a.k.shape[1:], a.cache
     (num_pages, _, bn, D_pad), int8_keys = cache.k8.shape, cache.k8.dtype == torch.int8
@@ -388,4 +392,4 @@ def launch(
             ),
         }
     )
-    return close_pages.launch(a, batch, open_pages)
+    return close_pages.launch(a, batch, open_pages, left)

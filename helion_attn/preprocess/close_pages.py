@@ -7,8 +7,10 @@
 Slot 0 of a page's descales has the page's, and slot 1 of both a negative number: `CLOSED`, the mark. What becomes of a
 page depends on its bytes alone. A page that is closed already stays as it is, so sequences may share it.
 
-A page is closed in place where it lies wholly below the last `drafts` tokens, which may still be rejected; also the
-page before the first new key, which drafts may have left open. `open_pages` takes the form that the cache does not
+A page is closed in place where it lies wholly below the last `drafts` tokens, which may still be rejected, or below the
+first new key of another sequence that has it, whose prefix is no draft; also the page before the first new key, which
+drafts may have left open, if a window shows it. Pages behind the window may be another sequence's by now.
+`open_pages` takes the form that the cache does not
 have, for the queries of the new keys: of a page that is closed its open form, and of one that is full and stays open
 its closed form, with a copy of the open page behind it. `kernels.lib.paged.in_open_pages` says which query reads which.
 """
@@ -32,6 +34,10 @@ from helion_attn.problem import AppendArgs, PackedBatch, open_page_count, pages_
 
 #: Below so many new keys a sequence, most programs find no page to close: each then looks after all heads.
 FEW_NEW_KEYS = 16
+
+
+#: More keys than a query may see before its own; a difference of two positions and of it fits 32 bits.
+NO_WINDOW = 2**30
 
 
 class CloseSpec(NamedTuple):
@@ -81,13 +87,14 @@ def close_full_pages(
     pages: int,
     length: int,
     drafts: int,
+    left: int,
     steps: PageSteps,
     spec: hl.constexpr,  # CloseSpec
 ) -> None:
     """The kernel; see the module's docstring. A program has a page's heads, or a group of them.
 
     A head has `width` pages from that of the first new key on, and one more. `open_pages` has `width` pages a sequence.
-    Of a packed batch `width` is `pages_apart`, and `pages` those of all.
+    Of a packed batch `width` is `pages_apart`, and `pages` those of all. A query sees `left` keys before its own.
     """
     hl.specialize((k8.stride(0), v8.stride(0), k_descale.stride(0), v_descale.stride(0)))
     hl.specialize((open_k8.stride(0), open_v8.stride(0), open_k_descale.stride(0), open_v_descale.stride(0)))
@@ -128,7 +135,7 @@ def close_full_pages(
         # Of all heads at once. Not "open", since a NaN is neither.
         closed = (hl.load(k_descale, [of_first_head + 1]) < 0.0).to(torch.int32)
         closes = (settled & (closed == 0)).to(torch.int32)
-        if (i == 0) & known:
+        if (i == 0) | (is_full & (end > kept)):
             # Others may have the page: whose new keys fill it closes it, or else the first of those that follow it.
             # [sequences]
             other = hl.arange(spec.sequences)
@@ -139,10 +146,16 @@ def close_full_pages(
             other_first = hl.load(cache_seqlens, [other], extra_mask=there)
             if spec.batch:
                 other_first = other_first - other_new
-            same = there & (hl.load(block_table, [other * max_pages + j], extra_mask=there) == page) & (other_new > 0)
+            at = other * max_pages + torch.where(known, j, 0)
+            same = there & (hl.load(block_table, [at], extra_mask=there) == page) & (other_new > 0)
+            same = same & (end > other_first - int32(left))
             fills = same & (other_first // spec.bn <= j) & (other_first + other_new > begin)
             follows_sooner = same & (other_first // spec.bn - 1 == j) & (other < b)
-            closes = torch.where((fills | follows_sooner).to(torch.int32).sum(0) > 0, 0, closes)
+            elsewhere = (fills | follows_sooner).to(torch.int32).sum(0) > 0
+            # Below another's first new key.
+            follows_any = (same & (other_first >= end)).to(torch.int32).sum(0) > 0
+            closes = torch.where((i == 0) & (elsewhere | (end <= first - int32(left))), 0, closes)
+            closes = torch.where((i > 0) & follows_any & (closed == 0), 1, closes)
         copies = (i > 0) & (is_full | follows)
         if known & ((closes > 0) | copies):
             for h in hl.grid(first_head, first_head + kv_heads // head_groups):
@@ -221,9 +234,15 @@ def empty_open_pages(a: AppendArgs, batch: PackedBatch | None = None) -> tuple[t
 
 
 def launch(
-    a: AppendArgs, batch: PackedBatch | None = None, open_pages: tuple[torch.Tensor, ...] | None = None
+    a: AppendArgs,
+    batch: PackedBatch | None = None,
+    open_pages: tuple[torch.Tensor, ...] | None = None,
+    left: int = -1,
 ) -> tuple[torch.Tensor, ...]:
-    """Close the pages that an append has filled, and return `open_pages`; these are made, or given."""
+    """Close the pages that an append has filled, and return `open_pages`; these are made, or given.
+
+    `left`: how many keys before its own a query sees, or -1 for all.
+    """
     cache, length, sequences = a.cache, a.k.size(2), a.cache_seqlens.size(0)
     num_pages, H_kv, bn, D_pad = cache.k8.shape
     open_pages = empty_open_pages(a, batch) if open_pages is None else open_pages
@@ -255,6 +274,7 @@ def launch(
             "pages": pages,
             "length": length,
             "drafts": a.drafts,
+            "left": NO_WINDOW if left < 0 else min(left, NO_WINDOW),
             "steps": page_steps(cache),
             "spec": CloseSpec(
                 bn=bn,

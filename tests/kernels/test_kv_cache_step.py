@@ -270,6 +270,32 @@ def test_a_prefix_that_comes_in_the_same_step(stored: int, drafts: int, recipe: 
 
 
 @BOTH
+@pytest.mark.parametrize(("new", "stored"), [(257, 0), (256, 0), (1, 255)])
+def test_a_prefix_that_drafts_would_keep_open(new: int, stored: int, recipe: ha.Recipe, device: str) -> None:
+    """What another sequence has before its first new key is no draft: whose page it is closes it."""
+    sequences = [(5, 256), (new, stored), (40, 256)]
+    step = make_step(sequences, device, recipe=recipe)
+    step.table[[0, 2], :2] = step.table[1, :2]
+    for x in (step.k, step.v):
+        x[[0, 2], :, :256] = x[1, :, :256]
+    step.check(*step.run(drafts=3))
+    assert torch.all(step.cache.k_descale[step.table[1, :2].long(), :, 1] < 0)
+
+
+@BOTH
+def test_pages_behind_the_window_are_others(recipe: ha.Recipe, device: str) -> None:
+    """A page that a table lists, and no query sees any more, is not closed: another sequence begins to fill it."""
+    window = (127, 0)
+    steps = [make_step([(1, 383), (60, 0)], device, recipe=recipe) for _ in range(2)]
+    steps[1].table[0, 1] = steps[1].table[1, 0]
+    outs = [step.run(window=window, num_splits=1) for step in steps]
+    steps[1].check(*outs[1], window=window)
+    assert torch.equal(outs[0][0], outs[1][0])
+    page = int(steps[1].table[1, 0])
+    assert torch.all(steps[1].cache.k_descale[page, :, 1] >= 0), "the page is closed before it is full"
+
+
+@BOTH
 def test_fewer_new_tokens_than_drafts(recipe: ha.Recipe, device: str) -> None:
     """Keys that were there before cannot be rejected: pages that drafts left open are closed."""
     sequences = [(1, 128), (2, 127), (1, 256), (3, 300)]
