@@ -25,11 +25,16 @@ from helion_attn.compiler import runners, versions
 from helion_attn.configs import LargeTileConfig, TileConfig
 from helion_attn.numerics import first_block_max
 from helion_attn.ops import varlen
+from helion_attn.preprocess import pack_kv, pack_q, recentre, sample
 from helion_attn.preprocess.lib import hadamard
 from helion_attn.types import Layout
 from helion_attn.varlen import varlen_problem
 
 Varlen = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+#: The modules of preprocessing.
+PACKING = (sample, pack_kv, pack_q, recentre)
 
 
 class CudaKernels:
@@ -393,6 +398,17 @@ def compile_shape(
                 block_mask=fake_block_mask(B, HEADS, M, N) if listed else None,
                 out_dtype=out_dtype,
             )
+
+    return compile_for_sm90(launch)
+
+
+def compile_listed(D: int, causal: bool, recipe: ha.Recipe, tail: bool) -> list[Sm90Kernel]:
+    """What `attention` launches for a mask, but for packing; the attention kernel comes last."""
+
+    def launch() -> None:
+        with launching(), without(*PACKING):
+            mask = fake_block_mask(4, 4, 4096, 4096, tail)
+            ha.attention(*fake_qkv(4, 4, 4, 4096, 4096, D), causal=causal, recipe=recipe, block_mask=mask)
 
     return compile_for_sm90(launch)
 

@@ -104,6 +104,8 @@ def cases() -> dict[str, Compile]:
             f"unpack D{D}": partial(unpacks, D, ha.BALANCED),
             f"varlen D{D}": partial(offline.compile_varlen, D, True, ha.BALANCED),
             f"varlen all D{D}": partial(offline.compile_varlen, D, True, ha.ACCURATE, **EVERYTHING),
+            f"listed D{D}": partial(offline.compile_listed, D, True, ha.BALANCED, tail=False),
+            f"tail D{D}": partial(offline.compile_listed, D, False, ha.BALANCED, tail=True),
             f"split D{D}": partial(offline.compile_shape, 1, 100, 16384, D, True, recipe=ha.BALANCED, sinks=True),
             f"gqa D{D}": partial(offline.compile_shape, 1, 16, 8192, D, True, recipe=ha.BALANCED),
             f"decode D{D}": partial(offline.compile_decode, D, D, 64, 1, 2),

@@ -10,7 +10,7 @@ import helion_attn as ha
 from devtools.sm90 import Sm90Kernel, compile_for_sm90
 from helion_attn.compiler.passes.expected import expected_passes, missing
 from helion_attn.configs import tile_config
-from helion_attn.preprocess import pack_kv, pack_q, recentre, sample
+from helion_attn.preprocess import pack_kv, recentre, sample
 from helpers.cases import LADDER
 from helpers.offline import (
     LONGER_LOOP,
@@ -18,6 +18,7 @@ from helpers.offline import (
     SPILLED_IN_LOOP,
     assert_sound,
     compile_attention,
+    compile_listed,
     fake_block_mask,
     fake_qkv,
     instructions_of_whole_block,
@@ -99,17 +100,6 @@ def compile_dense(D: int, H: int) -> Sm90Kernel:
 
     (kernel,) = compile_for_sm90(launch)
     return kernel
-
-
-def compile_listed(D: int, causal: bool, recipe: ha.Recipe, tail: bool) -> list[Sm90Kernel]:
-    """What `attention` launches for a mask, but for packing; the attention kernel comes last."""
-
-    def launch() -> None:
-        with launching(), without(sample, pack_kv, pack_q, recentre):
-            mask = fake_block_mask(4, 4, 4096, 4096, tail)
-            ha.attention(*fake_qkv(4, 4, 4, 4096, 4096, D), causal=causal, recipe=recipe, block_mask=mask)
-
-    return compile_for_sm90(launch)
 
 
 #: Instructions that a tail may add to a block all of whose scores are seen: what the branch for others leaves.
