@@ -5,6 +5,7 @@
 Full attention of 16k or 32k tokens x hidden 2048 with random blocks, as many in every row block or not, packed
 documents, and the blocks that `top_blocks` keeps; and Sliding Tile Attention (arXiv:2502.04507) on the tokens of Wan
 2.1 and HunyuanVideo at 720p. All masks of a shape, the dense kernel and dense FlashAttention-3 in bf16 run interleaved.
+Then `top_blocks` with a tail and without on smooth fields, and what making masks costs.
 
 `tflops` are those of dense attention over the time. `density` is the share of the blocks that are visited. Errors are
 to fp64 with the same mask.
@@ -33,7 +34,19 @@ from benchmarks.lib.harness import (
     result_row,
     time_interleaved,
 )
-from benchmarks.lib.masked_peers import FA3_DOCUMENTS, MASKED, MaskMod, fa3_documents, flex, flex_mask, sparge, sta
+from benchmarks.lib.masked_peers import (
+    CUDNN_SPARSE_BF16,
+    CUDNN_SPARSE_FP8,
+    FA3_DOCUMENTS,
+    MASKED,
+    MaskMod,
+    cudnn_sparse,
+    fa3_documents,
+    flex,
+    flex_mask,
+    sparge,
+    sta,
+)
 from benchmarks.lib.peers import IMPLS, available, helion_attn_e2e, helion_attn_with
 from benchmarks.lib.plots import grid, legend, length, line, log_axis, powers_axis
 from benchmarks.lib.problem import CHECKED_ROWS, Contender, checked, problem_of, timed, workload
@@ -44,12 +57,21 @@ from benchmarks.varlen import lognormal
 from devtools.inputs import make_qkv
 from devtools.workloads import BENCH_HIDDEN, BENCH_TOKENS, Workload
 from helion_attn.configs import MASK_BLOCK
+from helion_attn.testing import relative_error
 
 #: Shares of the blocks, in percent, and that of the case in which row blocks have different numbers of them.
 PERCENTS, QUICK_PERCENTS, PERCENT_UNEQUAL = (5, 10, 25, 50, 100), (25, 100), 25
 
 #: What `top_blocks` keeps.
 KEEP = 0.25
+
+#: The tokens of a smooth field, Wan 2.1's at 480p, how many lie between its knots, what `top_blocks` keeps of its
+#: blocks, and the standard deviations of its logits.
+FIELD, DRY_FIELD, FIELD_SCALE = (21, 30, 52), (4, 8, 16), 4
+TAIL_KEEPS, TAIL_SPREADS = (0.05, 0.1, 0.25, 0.5), (1.0, 2.0)
+
+#: Bounds on a tail: error and time over those without.
+TAIL_ERROR, TAIL_TIME = 0.6, 1.05
 
 #: Documents: their median length, and the standard deviation of its logarithm.
 DOCUMENT, SPREAD = 2000, 1.0
@@ -72,6 +94,9 @@ FEWEST_BLOCKS = 32
 
 #: Bounds at a quarter of the blocks, 32k tokens and D 128: on the speed over dense FA3 bf16's and over FlexAttention's.
 OVER_PEERS = {"fa3_bf16": 3.0, "flex": 2.0}
+
+#: The same over cuDNN's block-sparse FP8, at every share of the blocks.
+CUDNN_BOUND = 1.1
 
 #: Bounds on making masks: the bandwidth of `from_dense` over a copy's, `top_blocks` over dense attention's time.
 FROM_DENSE, TOP_BLOCKS = 0.60, 0.03
@@ -243,6 +268,12 @@ def contenders_of(case: Case, names: list[str]) -> list[Contender]:
         found.append(Contender("flex", flex(case.mask, case.rule), stage="e2e"))
     if "sparge" in names and case.rule is None:
         found.append(Contender("sparge", sparge(case.mask), stage="e2e"))
+    if case.name == "random" and not case.mask.N % MASK_BLOCK:
+        found += [
+            Contender(name, cudnn_sparse(case.mask, fp8=name == CUDNN_SPARSE_FP8), stage="e2e")
+            for name in (CUDNN_SPARSE_FP8, CUDNN_SPARSE_BF16)
+            if name in names
+        ]
     if "sta" in names and case.video is not None and case.video.in_sta:
         video = case.video
         found.append(Contender("sta", sta(video.grid, video.window, video.text), stage="e2e"))
@@ -309,8 +340,46 @@ def making(options: Options) -> list[Row]:
     return rows
 
 
+def field(grid: tuple[int, int, int], channels: int, scale: int, seed: int, device: torch.device) -> Tensor:
+    """Numbers of unit variance that vary slowly over a video's tokens, [channels, tokens]; `scale`: tokens apart."""
+    generator = torch.Generator(device).manual_seed(seed)
+    coarse = [-(-size // scale) + 1 for size in grid]
+    noise = torch.randn((1, channels, *coarse), generator=generator, device=device)
+    smooth = torch.nn.functional.interpolate(noise, grid, mode="trilinear", align_corners=True)[0].flatten(1)
+    return smooth / smooth.std()
+
+
+def smooth_qkv(spread: float, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+    """Q, K and V of one video, bf16 [1, H, tokens, D], whose logits have a standard deviation of some `spread`."""
+    dry = options.device.type == "cpu"
+    grid, H, D = (DRY_FIELD, 1, 64) if dry else (FIELD, BENCH_HIDDEN // 128, 128)
+    q, k, v = (field(grid, H * D, FIELD_SCALE, seed, options.device).unflatten(0, (H, D)).mT for seed in range(3))
+    q, k, v = (x.bfloat16().unsqueeze(0) for x in (q * spread, k, v))
+    return q, k, v
+
+
+def tails(options: Options) -> list[Row]:
+    """What a tail takes from the error of a mask, to dense attention in fp32, and adds to its time."""
+    rows = []
+    for spread in TAIL_SPREADS:
+        q, k, v = smooth_qkv(spread, options)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        dense = torch.stack([attend(q[:, h].float(), k[:, h].float(), v[:, h].float()) for h in range(q.size(1))], 1)
+        for keep in TAIL_KEEPS:
+            masks = {tail: ha.masks.top_blocks(q, k, keep=keep, tail=tail) for tail in (False, True)}
+            calls = {tail: functools.partial(ha.attention, q, k, v, block_mask=mask) for tail, mask in masks.items()}
+            ms = time_interleaved(calls, options.device, options.repeats)
+            error = {tail: relative_error(call(), dense) for tail, call in calls.items()}
+            w = workload(1, q.size(1), q.size(2), q.size(2), q.size(3))
+            described = {"spread": spread, "density": masks[True].blocks.double().mean().item()}
+            for tail in (False, True):
+                row = result_row("helion_attn", w, "e2e", "field", recipe=DEFAULT, ms=ms[tail])
+                rows.append(row | described | {"tail": tail, "error_of_mask": error[tail]})
+    return rows
+
+
 def run(options: Options, results: Results) -> None:
-    """Every mask of every shape; then making them."""
+    """Every mask of every shape; then tails, and making masks."""
     names, skipped = available(options.device, MASKED)
     for name in skipped:
         console.print(f"[yellow]skipped {name}: {skipped[name]}")
@@ -318,6 +387,7 @@ def run(options: Options, results: Results) -> None:
         results.add(*measure(w, video, names, options))
         if options.device.type == "cuda":
             torch.cuda.empty_cache()
+    results.add(*tails(options))
     results.add(*making(options))
 
 
@@ -333,6 +403,8 @@ WHOLE: tuple[Series, ...] = (
     ("flex", None, "e2e"),
     ("sparge", None, "e2e"),
     ("sta", None, "e2e"),
+    (CUDNN_SPARSE_FP8, None, "e2e"),
+    (CUDNN_SPARSE_BF16, None, "e2e"),
     (FA3_DOCUMENTS, None, "e2e"),
 )
 
@@ -393,7 +465,7 @@ def figure(rows: dict[Series, Row], key: Series, name: str) -> float | None:
 
 def cells_of(loaded: Loaded) -> list[Cell]:
     """The cells that have a mask."""
-    rows = [row for row in rows_of(loaded, "sparse") if "made" not in row]
+    rows = [row for row in rows_of(loaded, "sparse") if "made" not in row and "tail" not in row]
     found: dict[tuple[int, int, str, float], list[Row]] = {}
     for row in rows:
         found.setdefault((row["D"], row["N"], row["mask"], row["density"]), []).append(row)
@@ -443,7 +515,31 @@ def tables(loaded: Loaded) -> list[Table]:
         ),
         Table("The kernel with a block mask", [*headers, *ours, "kernel error"], kernel, keys=4),
     ]
-    return [*found, *making_tables(loaded)]
+    return [*found, *tail_tables(loaded), *making_tables(loaded)]
+
+
+def tail_pairs(loaded: Loaded) -> list[tuple[Row, Row]]:
+    """Rows of the same mask without a tail and with one."""
+    rows = [row for row in rows_of(loaded, "sparse") if "tail" in row]
+    return list(zip(rows[::2], rows[1::2], strict=True))
+
+
+def tail_tables(loaded: Loaded) -> list[Table]:
+    """Errors and times without a tail and with one."""
+    body = [
+        [
+            number(bare["spread"], ".0f"),
+            f"{bare['density']:.1%}",
+            *(error_text(row["error_of_mask"]) for row in (bare, tailed)),
+            number(ratio(tailed["error_of_mask"], bare["error_of_mask"]), ".2f"),
+            *(number(row["ms"], ".3f") for row in (bare, tailed)),
+            number(ratio(tailed["ms"], bare["ms"]), ".3f"),
+        ]
+        for bare, tailed in tail_pairs(loaded)
+    ]
+    headers = ["logits' deviation", "blocks", "error", "with a tail", "ratio", "ms", "with a tail", "ratio"]
+    title = "top_blocks on a smooth field of 32,760 tokens, to dense attention in fp32"
+    return [Table(title, headers, body, keys=2)] if body else []
 
 
 def making_tables(loaded: Loaded) -> list[Table]:
@@ -518,6 +614,9 @@ def checks(loaded: Loaded) -> list[Check]:
                 other = LABELS[impl] if impl in MASKED else f"dense {LABELS[impl]}"
                 name = f"a quarter of the blocks, speed from bf16 / {other}'s"
                 faster.append(Check(name, cell.where, cell.times_faster(impl), bound, at_least=True))
+        if cell.D == 128 and cell.mask == "random" and (CUDNN_SPARSE_FP8, None, "e2e") in cell.rows:
+            name = f"random blocks, speed from bf16 / {LABELS[CUDNN_SPARSE_FP8]}'s"
+            faster.append(Check(name, cell.where, cell.times_faster(CUDNN_SPARSE_FP8), CUDNN_BOUND, at_least=True))
     for row in rows_of(loaded, "sparse"):
         if row.get("made") == "from_dense":
             name = "from_dense, bandwidth over the scores / a copy's"
@@ -526,6 +625,11 @@ def checks(loaded: Loaded) -> list[Check]:
             made.append(
                 Check("top_blocks, time / dense attention's", f"{LONG} tokens", row["of_attention"], TOP_BLOCKS)
             )
+    for bare, tailed in tail_pairs(loaded):
+        where = f"smooth field, logits of deviation {bare['spread']:.0f}, {bare['density']:.1%}"
+        error = ratio(tailed["error_of_mask"], bare["error_of_mask"])
+        made.append(Check("a tail, error / that without", where, error, TAIL_ERROR))
+        made.append(Check("a tail, time / that without", where, ratio(tailed["ms"], bare["ms"]), TAIL_TIME))
     return [*every, *of_all, *faster, *made]
 
 

@@ -32,8 +32,11 @@ SPARGE_DIMS = (64, 128)
 #: FlashAttention-3 on packed sequences, where a mask is of documents.
 FA3_DOCUMENTS = "fa3_documents"
 
+#: cuDNN's kernels for lists of blocks, written in CuTe DSL: whole blocks, as many in every row block, head dim 128.
+CUDNN_SPARSE_FP8, CUDNN_SPARSE_BF16 = "cudnn_sparse_fp8", "cudnn_sparse_bf16"
+
 #: The peers of this file.
-MASKED = ("flex", "sparge", "sta", FA3_DOCUMENTS)
+MASKED = ("flex", "sparge", "sta", CUDNN_SPARSE_FP8, CUDNN_SPARSE_BF16, FA3_DOCUMENTS)
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,6 +97,23 @@ def sparge(mask: ha.BlockMask) -> Prepare:
         blocks = mask.blocks.repeat_interleave(MASK_BLOCK // SPARGE_ROWS, 2)[:, :, : -(-M // SPARGE_ROWS)]
         blocks = blocks.expand(B, H, -1, -1).contiguous()
         return Prepared(functools.partial(function, q, k, v, mask_id=blocks, scale=sm_scale), lambda out: out, None)
+
+    return prepare
+
+
+def cudnn_sparse(mask: ha.BlockMask, fp8: bool) -> Prepare:
+    """cuDNN's block-sparse attention from bf16 to bf16, in FP8 with its own quantisation, or in bf16."""
+
+    def prepare(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
+        module = importlib.import_module("cudnn.block_sparse_attention")
+        counts, blocks = _listed(mask.blocks.expand(q.size(0), q.size(1), -1, -1))
+        count = int(counts.max())
+        if int(counts.min()) != count:
+            raise ValueError(f"row blocks have {int(counts.min())} to {count} blocks; cuDNN takes as many of each")
+        function = module.block_sparse_attention_fp8_forward if fp8 else module.block_sparse_attention_forward
+        given = q, k, v, blocks[..., :count].contiguous(), count
+        run = functools.partial(function, *given, softmax_scale=sm_scale, sparse_block_size=MASK_BLOCK)
+        return Prepared(lambda: run()["o_tensor"], lambda out: out, None)
 
     return prepare
 

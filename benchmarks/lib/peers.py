@@ -491,6 +491,7 @@ def in_fp16(prepare: Prepare) -> Prepare:
 SAGE2 = "sageattention 2.2 (pip install --no-build-isolation git+https://github.com/thu-ml/SageAttention)"
 VLLM = "vllm (pip install --no-deps, of the release for this torch)"
 SPARGE = "SpargeAttn (pip install --no-build-isolation git+https://github.com/thu-ml/SpargeAttn)"
+CUDNN_SPARSE = "nvidia-cutlass-dsl, which nvidia-cudnn-frontend 1.32 or newer brings,"
 
 # --- the table ------------------------------------------------------------------------------------
 
@@ -523,6 +524,8 @@ PACKAGES = {
     "sage2": ("sageattention", SAGE2),
     "vllm_fa3": ("vllm", VLLM),
     "sparge": ("spas_sage_attn", SPARGE),
+    "cudnn_sparse_fp8": ("cutlass", CUDNN_SPARSE),
+    "cudnn_sparse_bf16": ("cutlass", CUDNN_SPARSE),
     "sta": ("fastvideo_kernel", "fastvideo-kernel"),
 }
 

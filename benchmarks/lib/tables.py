@@ -32,6 +32,8 @@ LABELS = {
     "vllm_fa3": "vLLM's FA3",
     "flex": "FlexAttention",
     "sparge": "SpargeAttn",
+    "cudnn_sparse_fp8": "cuDNN FP8, block-sparse",
+    "cudnn_sparse_bf16": "cuDNN bf16, block-sparse",
     "sta": "STA",
     "fa3_documents": "FA3 bf16, packed",
     "fa3_fa2_bf16": "FA3's forward, FA2's backward, bf16",
