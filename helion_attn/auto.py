@@ -24,23 +24,14 @@ TABLE = "auto.json"
 
 
 class Crossover(NamedTuple):
-    """From which length on the default preset is faster.
+    """From which length on the default preset is faster."""
 
-    Attributes:
-        gpu: that was measured.
-        D: the largest head dim that it is for.
-        causal: whether the mask is.
-        group: the fewest query heads of a KV head that it is for.
-        heads: B H, the fewest that it is for.
-        from_length: the least of M and N; None if it never is.
-    """
-
-    gpu: str
-    D: int
-    causal: bool
-    group: int
-    heads: int
-    from_length: int | None
+    gpu: str  # that was measured
+    D: int  # the largest head dim that it is for
+    causal: bool  # whether the mask is
+    group: int  # the fewest query heads of a KV head that it is for
+    heads: int  # B H, the fewest that it is for
+    from_length: int | None  # the least of M and N; None if it never is
 
 
 #: Read at import: torch.compile cannot trace files.

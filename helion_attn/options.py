@@ -15,33 +15,20 @@ if TYPE_CHECKING:
 
 
 class ScoreScales(NamedTuple):
-    """Factors that kernels multiply scores by.
+    """Factors that kernels multiply scores by."""
 
-    Attributes:
-        qk_scale: dequantised scores times it are in base 2; with a softcap they are what tanh is taken of.
-        tanh_scale: with a softcap, tanh times it is in base 2.
-    """
-
-    qk_scale: float
-    tanh_scale: float
+    qk_scale: float  # dequantised scores times it are in base 2; with a softcap they are what tanh is taken of
+    tanh_scale: float  # with a softcap, tanh times it is in base 2
 
 
 class ScoreSpec(NamedTuple):
-    """Constants of the scores that kernels are compiled for: the part of each spec that `ScoreOptions` decides.
+    """Constants of the scores that kernels are compiled for: the part of each spec that `ScoreOptions` decides."""
 
-    Attributes:
-        has_left: a window ends to the left.
-        has_right: a window or causality ends to the right.
-        has_softcap: scores have a softcap.
-        has_sinks: a head has one more logit.
-        has_lse_shift: smooth-K took `lse_shift` from a row's scores, and the lse, a sink or a softcap needs it.
-    """
-
-    has_left: bool
-    has_right: bool
-    has_softcap: bool
-    has_sinks: bool
-    has_lse_shift: bool
+    has_left: bool  # a window ends to the left
+    has_right: bool  # a window or causality ends to the right
+    has_softcap: bool  # scores have a softcap
+    has_sinks: bool  # a head has one more logit
+    has_lse_shift: bool  # smooth-K took `lse_shift` from a row's scores, and the lse, a sink or a softcap needs it
 
     @property
     def is_linear(self) -> bool:
@@ -64,20 +51,14 @@ class ScoreOptions:
     """Which scores there are, and what is done to them before and in the softmax.
 
     `helion_attn.attention` says what its options mean. Operations take them `resolved`.
-
-    Attributes:
-        causal: row i sees keys j <= i + N - M.
-        sm_scale: multiplies q k^T; None for 1 / sqrt(D).
-        window: (left, right): row i sees keys i + N - M - left .. i + N - M + right; -1 and None are unlimited.
-        softcap: scores become `softcap * tanh(score / softcap)`, unless it is None.
-        sinks: [H], one more logit of each head, or None.
     """
 
-    causal: bool = False
-    sm_scale: float | None = None
+    causal: bool = False  # row i sees keys j <= i + N - M
+    sm_scale: float | None = None  # multiplies q k^T; None for 1 / sqrt(D)
+    # (left, right): row i sees keys i + N - M - left .. i + N - M + right; -1 and None are unlimited.
     window: tuple[int, int] | None = None
-    softcap: float | None = None
-    sinks: torch.Tensor | None = None
+    softcap: float | None = None  # scores become `softcap * tanh(score / softcap)`, unless it is None
+    sinks: torch.Tensor | None = None  # [H], one more logit of each head, or None
 
     def kwargs(self) -> dict[str, Any]:
         """Return them by name, as every attention takes them."""

@@ -75,19 +75,12 @@ def norm_arguments(q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> NormArgs:
 
 
 class ListSteps(NamedTuple):
-    """How the lists of a `BlockMask` lie.
+    """How the lists of a `BlockMask` lie."""
 
-    Attributes:
-        shared: query heads in a row that have the same lists.
-        heads: of lists, after which they begin anew.
-        row_blocks: lists of a head.
-        key_blocks: room of a list.
-    """
-
-    shared: int
-    heads: int
-    row_blocks: int
-    key_blocks: int
+    shared: int  # query heads in a row that have the same lists
+    heads: int  # of lists, after which they begin anew
+    row_blocks: int  # lists of a head
+    key_blocks: int  # room of a list
 
 
 #: Of a launch that has no lists.
@@ -135,28 +128,19 @@ def mask_arguments(mask: BlockMask | None) -> MaskArgs:
 
 
 class DenseArgs(NamedTuple):
-    """Attention from unquantised tensors.
+    """Attention from unquantised tensors."""
 
-    Attributes:
-        q: [B, H, M, D], bf16, fp16 or fp32, any strides.
-        k: [B, H_kv, N, D], same dtype.
-        v: [B, H_kv, N, D_v], same dtype.
-        rope: rotates Q and K first.
-        norm: is applied to Q and K before that.
-        scores: and the rest, as in `AttentionArgs`.
-        needs_lse_shift: whether the lse, a sink or a softcap needs `lse_shift`, which smooth_k takes from the scores.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    rope: RopeArgs
-    norm: NormArgs
-    scores: ScoreOptions
+    q: torch.Tensor  # [B, H, M, D], bf16, fp16 or fp32, any strides
+    k: torch.Tensor  # [B, H_kv, N, D], same dtype
+    v: torch.Tensor  # [B, H_kv, N, D_v], same dtype
+    rope: RopeArgs  # rotates Q and K first
+    norm: NormArgs  # is applied to Q and K before that
+    scores: ScoreOptions  # and the rest, as in `AttentionArgs`
     bshd: bool
     out_dtype: torch.dtype
     recipe: Recipe
     num_splits: int | None
+    # Whether the lse, a sink or a softcap needs `lse_shift`, which smooth_k takes from the scores.
     needs_lse_shift: bool
     block_mask: MaskArgs = NO_MASK_ARGUMENTS
 
@@ -167,26 +151,17 @@ class DenseArgs(NamedTuple):
 
 
 class VarlenArgs(NamedTuple):
-    """Attention over packed sequences of different lengths; the output is [tokens, H, D_v].
+    """Attention over packed sequences of different lengths; the output is [tokens, H, D_v]."""
 
-    Attributes:
-        q: [M, H, D], bf16, fp16 or fp32, any strides; M tokens of all sequences.
-        k: [N, H_kv, D], same dtype.
-        v: [N, H_kv, D_v], same dtype.
-        cu_seqlens_q: int32 [B + 1].
-        cu_seqlens_k: int32 [B + 1].
-        scores: and the rest, as in `AttentionArgs`.
-        needs_lse_shift: whether the lse, a sink or a softcap needs `lse_shift`, which smooth_k takes from the scores.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    cu_seqlens_q: torch.Tensor
-    cu_seqlens_k: torch.Tensor
-    scores: ScoreOptions
+    q: torch.Tensor  # [M, H, D], bf16, fp16 or fp32, any strides; M tokens of all sequences
+    k: torch.Tensor  # [N, H_kv, D], same dtype
+    v: torch.Tensor  # [N, H_kv, D_v], same dtype
+    cu_seqlens_q: torch.Tensor  # int32 [B + 1]
+    cu_seqlens_k: torch.Tensor  # int32 [B + 1]
+    scores: ScoreOptions  # and the rest, as in `AttentionArgs`
     out_dtype: torch.dtype
     recipe: Recipe
+    # Whether the lse, a sink or a softcap needs `lse_shift`, which smooth_k takes from the scores.
     needs_lse_shift: bool
 
     @property
@@ -196,33 +171,19 @@ class VarlenArgs(NamedTuple):
 
 
 class AttentionArgs(NamedTuple):
-    """Attention over packed tensors: which scores there are, how they are scaled, and where their output goes.
+    """Attention over packed tensors: which scores there are, how they are scaled, and where their output goes."""
 
-    Attributes:
-        packed: Q, K and V.
-        m_len: M, the true query length; of packed sequences, of all.
-        n_len: N, the true key length; of packed sequences, of all.
-        d: head dim of the unpadded Q and K.
-        d_v: head dim of the unpadded V, and of the output.
-        scores: which there are, and what is done to them.
-        bshd: the layout of the output.
-        out_dtype: of the output.
-        recipe: how the tensors were quantised, and P is.
-        num_splits: splits of the keys, a program each, whose results are merged; None to choose.
-        block_mask: which scores there are besides.
-    """
-
-    packed: PackedTensors
-    m_len: int
-    n_len: int
-    d: int
-    d_v: int
-    scores: ScoreOptions
-    bshd: bool
-    out_dtype: torch.dtype
-    recipe: Recipe
-    num_splits: int | None
-    block_mask: MaskArgs = NO_MASK_ARGUMENTS
+    packed: PackedTensors  # Q, K and V
+    m_len: int  # M, the true query length; of packed sequences, of all
+    n_len: int  # N, the true key length; of packed sequences, of all
+    d: int  # head dim of the unpadded Q and K
+    d_v: int  # head dim of the unpadded V, and of the output
+    scores: ScoreOptions  # which there are, and what is done to them
+    bshd: bool  # the layout of the output
+    out_dtype: torch.dtype  # of the output
+    recipe: Recipe  # how the tensors were quantised, and P is
+    num_splits: int | None  # splits of the keys, a program each, whose results are merged; None to choose
+    block_mask: MaskArgs = NO_MASK_ARGUMENTS  # which scores there are besides
 
     def sizes(self) -> dict[str, int]:
         """Lengths, heads, and how the rows of the output lie, as the kernels take them."""
@@ -249,21 +210,13 @@ class AttentionArgs(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Which kernel a call takes, and how its work is cut: `ops.choose` says.
+    """Which kernel a call takes, and how its work is cut: `ops.choose` says."""
 
-    Attributes:
-        tile: a `LargeTileConfig` runs `fp8_attn_fwd_large_d`, another `fp8_attn_fwd`.
-        splits: splits of a program's key blocks, whose results are merged if there are several.
-        pack_gqa: the heads of a group share tiles.
-        head_group: heads that come at once, or of packed sequences the programs of those.
-        quantises_q: the attention kernel quantises Q.
-    """
-
-    tile: TileConfig | LargeTileConfig
-    splits: int = 1
-    pack_gqa: bool = False
-    head_group: int = 1
-    quantises_q: bool = False
+    tile: TileConfig | LargeTileConfig  # a `LargeTileConfig` runs `fp8_attn_fwd_large_d`, another `fp8_attn_fwd`
+    splits: int = 1  # splits of a program's key blocks, whose results are merged if there are several
+    pack_gqa: bool = False  # the heads of a group share tiles
+    head_group: int = 1  # heads that come at once, or of packed sequences the programs of those
+    quantises_q: bool = False  # the attention kernel quantises Q
 
     @property
     def kernel(self) -> str:
@@ -272,37 +225,21 @@ class Choice(NamedTuple):
 
 
 class RankChunks(NamedTuple):
-    """Where keys and rows lie whose chunks come from several ranks, as `kernels.lib.rank_chunks` has it.
+    """Where keys and rows lie whose chunks come from several ranks, as `kernels.lib.rank_chunks` has it."""
 
-    Attributes:
-        row_chunk_blocks: query blocks of a chunk of rows.
-        row_chunk_len: its rows.
-        row_first: the first row's position.
-        row_step: from the first row of a chunk to that of the next, in positions.
-        key_chunks: chunks of the keys.
-        key_chunk_blocks: key blocks of a chunk.
-        key_chunk_len: its keys.
-        key_step: from the first key of a chunk to that of the next, in positions.
-        ranks: whose keys there are.
-        head_blocks: blocks of a head on a rank.
-        k_rank_step: from a rank's blocks of K to those of the next, in blocks; and so `v_rank_step`.
-        v_rank_step: the same for V.
-        zigzag: a rank has chunk r and chunk `2 * ranks - 1 - r`, in place of chunk r alone; kernels have it in
-            their spec.
-    """
-
-    row_chunk_blocks: int
-    row_chunk_len: int
-    row_first: int
-    row_step: int
-    key_chunks: int
-    key_chunk_blocks: int
-    key_chunk_len: int
-    key_step: int
-    ranks: int
-    head_blocks: int
-    k_rank_step: int
-    v_rank_step: int
+    row_chunk_blocks: int  # query blocks of a chunk of rows
+    row_chunk_len: int  # its rows
+    row_first: int  # the first row's position
+    row_step: int  # from the first row of a chunk to that of the next, in positions
+    key_chunks: int  # chunks of the keys
+    key_chunk_blocks: int  # key blocks of a chunk
+    key_chunk_len: int  # its keys
+    key_step: int  # from the first key of a chunk to that of the next, in positions
+    ranks: int  # whose keys there are
+    head_blocks: int  # blocks of a head on a rank
+    k_rank_step: int  # from a rank's blocks of K to those of the next, in blocks; and so `v_rank_step`
+    v_rank_step: int  # the same for V
+    # A rank has chunk r and chunk `2 * ranks - 1 - r`, in place of chunk r alone; kernels have it in their spec.
     zigzag: bool
 
 
@@ -329,42 +266,26 @@ def magic_finds_chunks(chunks: int, blocks: int) -> bool:
 
 
 class MultiRankArgs(NamedTuple):
-    """Attention over keys of several ranks, into tensors that are there.
+    """Attention over keys of several ranks, into tensors that are there."""
 
-    Attributes:
-        q8: [B * H, M_blocks, bm, D_pad], and so q_descale and lse_shift, of `QuantizedQKV`.
-        q_descale: [B, H, M_blocks, bm].
-        lse_shift: [B, H, M_blocks, bm], or None.
-        gathered: uint8 [ranks, bytes], a rank's packed K and V each, as `distributed.buffer` lays them.
-        k_descale: fp32 [B * H_kv * key blocks] in the order of the chunks, or [B * H_kv], of all ranks.
-        v_descale: [B, H_kv, D_v_pad], of all ranks.
-        v_mean: [B, H_kv, D_v_pad], of all ranks.
-        out: contiguous [B, H, M, D_v], or [B, M, H, D_v] if `bshd`, written; M the rows of all chunks.
-        lse: fp32 [B, H, M], written.
-        row_bounds: int32 [2, M_blocks * bm], from and up to which position each row sees keys, or None.
-        block_bounds: int32 [M_blocks, 4], with `row_bounds`: of each query block, from which key block on any row sees
-            a key, from which on and up to which all rows see all keys, and up to which any row sees one.
-        chunks: where keys and rows lie.
-        v_offset: bytes of a rank's row before V.
-        n_len: the position where keys end.
-        d: and the rest, as in `AttentionArgs`.
-    """
-
-    q8: torch.Tensor
-    q_descale: torch.Tensor
-    lse_shift: torch.Tensor | None
-    gathered: torch.Tensor
-    k_descale: torch.Tensor
-    v_descale: torch.Tensor
-    v_mean: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
+    q8: torch.Tensor  # [B * H, M_blocks, bm, D_pad], and so q_descale and lse_shift, of `QuantizedQKV`
+    q_descale: torch.Tensor  # [B, H, M_blocks, bm]
+    lse_shift: torch.Tensor | None  # [B, H, M_blocks, bm], or None
+    gathered: torch.Tensor  # uint8 [ranks, bytes], a rank's packed K and V each, as `distributed.buffer` lays them
+    k_descale: torch.Tensor  # fp32 [B * H_kv * key blocks] in the order of the chunks, or [B * H_kv], of all ranks
+    v_descale: torch.Tensor  # [B, H_kv, D_v_pad], of all ranks
+    v_mean: torch.Tensor  # [B, H_kv, D_v_pad], of all ranks
+    out: torch.Tensor  # contiguous [B, H, M, D_v], or [B, M, H, D_v] if `bshd`, written; M the rows of all chunks
+    lse: torch.Tensor  # fp32 [B, H, M], written
+    # int32 [2, M_blocks * bm], from and up to which position each row sees keys, or None.
     row_bounds: torch.Tensor | None
+    # int32 [M_blocks, 4], with `row_bounds`: of each query block, from which key block on any row sees a key, from
+    # which on and up to which all rows see all keys, and up to which any row sees one.
     block_bounds: torch.Tensor | None
-    chunks: RankChunks
-    v_offset: int
-    n_len: int
-    d: int
+    chunks: RankChunks  # where keys and rows lie
+    v_offset: int  # bytes of a rank's row before V
+    n_len: int  # the position where keys end
+    d: int  # and the rest, as in `AttentionArgs`
     d_v: int
     scores: ScoreOptions
     bshd: bool
@@ -372,64 +293,38 @@ class MultiRankArgs(NamedTuple):
 
 
 class MergeArgs(NamedTuple):
-    """Two results over different keys, into one.
+    """Two results over different keys, into one."""
 
-    Attributes:
-        results: fp32 [2, B, H, M, D_v].
-        results_lse: fp32 [2, B, H, M].
-        sinks: fp32 [H], or None.
-        out: contiguous [B, H, M, D_v], or [B, M, H, D_v] if `bshd`, written.
-        lse: fp32 [B, H, M], written.
-        bshd: the layout of `out`.
-    """
-
-    results: torch.Tensor
-    results_lse: torch.Tensor
-    sinks: torch.Tensor | None
-    out: torch.Tensor
-    lse: torch.Tensor
-    bshd: bool
+    results: torch.Tensor  # fp32 [2, B, H, M, D_v]
+    results_lse: torch.Tensor  # fp32 [2, B, H, M]
+    sinks: torch.Tensor | None  # fp32 [H], or None
+    out: torch.Tensor  # contiguous [B, H, M, D_v], or [B, M, H, D_v] if `bshd`, written
+    lse: torch.Tensor  # fp32 [B, H, M], written
+    bshd: bool  # the layout of `out`
 
 
 class OpenPagesArgs(NamedTuple):
-    """The open pages that an append returned: the fields of `OpenPages`.
+    """The open pages that an append returned: the fields of `OpenPages`."""
 
-    Attributes:
-        k8: and the other tensors, pages as those of the cache, or None.
-        keys: how many were appended to each sequence; 0 without the tensors.
-        drafts: how many of them may still be rejected.
-    """
-
-    k8: torch.Tensor | None
+    k8: torch.Tensor | None  # and the other tensors, pages as those of the cache, or None
     v8: torch.Tensor | None
     k_descale: torch.Tensor | None
     v_descale: torch.Tensor | None
-    keys: int
-    drafts: int
+    keys: int  # how many were appended to each sequence; 0 without the tensors
+    drafts: int  # how many of them may still be rejected
 
 
 class DecodeArgs(NamedTuple):
-    """Attention over a paged cache.
+    """Attention over a paged cache."""
 
-    Attributes:
-        q: [B, H, M, D], bf16, fp16 or fp32, any strides.
-        cache: keys and values.
-        open_pages: of the append before, whose queries these are.
-        block_table: int32 [B, max_pages].
-        cache_seqlens: int32 [B].
-        splits: of a sequence's pages; None for a choice.
-        scores: and the rest, as in `AttentionArgs`.
-        needs_lse_shift: whether the lse, a sink or a softcap needs what K's mean takes from the scores.
-    """
-
-    q: torch.Tensor
-    cache: PagedKVCache
-    open_pages: OpenPagesArgs
-    block_table: torch.Tensor
-    cache_seqlens: torch.Tensor
-    splits: int | None
-    scores: ScoreOptions
-    needs_lse_shift: bool
+    q: torch.Tensor  # [B, H, M, D], bf16, fp16 or fp32, any strides
+    cache: PagedKVCache  # keys and values
+    open_pages: OpenPagesArgs  # of the append before, whose queries these are
+    block_table: torch.Tensor  # int32 [B, max_pages]
+    cache_seqlens: torch.Tensor  # int32 [B]
+    splits: int | None  # of a sequence's pages; None for a choice
+    scores: ScoreOptions  # and the rest, as in `AttentionArgs`
+    needs_lse_shift: bool  # whether the lse, a sink or a softcap needs what K's mean takes from the scores
     bshd: bool
     out_dtype: torch.dtype
 
@@ -457,19 +352,12 @@ def power_that_holds(sequences: int) -> int:
 
 
 class PackedBatch(NamedTuple):
-    """Queries of sequences that follow each other, [1, heads, tokens, D], and not as many of each.
+    """Queries of sequences that follow each other, [1, heads, tokens, D], and not as many of each."""
 
-    Attributes:
-        cu_seqlens: int32 [B + 1], where they begin.
-        longest: the most tokens of a sequence, at least.
-        most_queries: of a sequence for `fp8_attn_decode`; those with more are for `fp8_attn_prefill`.
-        few: which of the two kernels a launch is of.
-    """
-
-    cu_seqlens: torch.Tensor
-    longest: int
-    most_queries: int
-    few: bool
+    cu_seqlens: torch.Tensor  # int32 [B + 1], where they begin
+    longest: int  # the most tokens of a sequence, at least
+    most_queries: int  # of a sequence for `fp8_attn_decode`; those with more are for `fp8_attn_prefill`
+    few: bool  # which of the two kernels a launch is of
 
     @property
     def size(self) -> int:
@@ -478,24 +366,15 @@ class PackedBatch(NamedTuple):
 
 
 class QuantizeArgs(NamedTuple):
-    """Q, K and V to the packed format.
+    """Q, K and V to the packed format."""
 
-    Attributes:
-        q: [B, H, M, D], bf16, fp16 or fp32, any strides.
-        k: [B, H_kv, N, D], same dtype.
-        v: [B, H_kv, N, D_v], same dtype.
-        rope: rotates Q and K first.
-        norm: is applied to Q and K before that.
-        recipe: how they become 8- or 16-bit numbers.
-        needs_lse_shift: whether the lse, a sink or a softcap needs `lse_shift`, which smooth_k takes from the scores.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    rope: RopeArgs
-    norm: NormArgs
-    recipe: Recipe
+    q: torch.Tensor  # [B, H, M, D], bf16, fp16 or fp32, any strides
+    k: torch.Tensor  # [B, H_kv, N, D], same dtype
+    v: torch.Tensor  # [B, H_kv, N, D_v], same dtype
+    rope: RopeArgs  # rotates Q and K first
+    norm: NormArgs  # is applied to Q and K before that
+    recipe: Recipe  # how they become 8- or 16-bit numbers
+    # Whether the lse, a sink or a softcap needs `lse_shift`, which smooth_k takes from the scores.
     needs_lse_shift: bool
 
     @property
@@ -505,21 +384,13 @@ class QuantizeArgs(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """Which of a rank's tokens are of an evenly spaced sample of the whole sequence: every `every`th of two runs.
+    """Which of a rank's tokens are of an evenly spaced sample of the whole sequence: every `every`th of two runs."""
 
-    Attributes:
-        every: the step.
-        first: the first of the rank's first run, counted from the rank's first token.
-        first_count: how many of that run.
-        second: the first of its second run, likewise.
-        second_count: how many.
-    """
-
-    every: int
-    first: int
-    first_count: int
-    second: int
-    second_count: int
+    every: int  # the step
+    first: int  # the first of the rank's first run, counted from the rank's first token
+    first_count: int  # how many of that run
+    second: int  # the first of its second run, likewise
+    second_count: int  # how many
 
     @property
     def size(self) -> int:
@@ -528,29 +399,17 @@ class SampledTokens(NamedTuple):
 
 
 class DescribeRankArgs(NamedTuple):
-    """A rank's part of a sequence, to what it tells the others of it.
+    """A rank's part of a sequence, to what it tells the others of it."""
 
-    Attributes:
-        q: [B, H, M, D], bf16, fp16 or fp32, any strides.
-        k: [B, H_kv, N, D], same dtype.
-        v: [B, H_kv, N, D_v], same dtype.
-        rope: rotates Q and K first; with positions.
-        recipe: how they become 8- or 16-bit numbers.
-        k_rows: sampled keys for which every rank has room.
-        q_rows: sampled queries, likewise; read with `recipe.equalise`.
-        k_sample: this rank's sampled keys.
-        q_sample: its sampled queries.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    rope: RopeArgs
-    recipe: Recipe
-    k_rows: int
-    q_rows: int
-    k_sample: SampledTokens
-    q_sample: SampledTokens
+    q: torch.Tensor  # [B, H, M, D], bf16, fp16 or fp32, any strides
+    k: torch.Tensor  # [B, H_kv, N, D], same dtype
+    v: torch.Tensor  # [B, H_kv, N, D_v], same dtype
+    rope: RopeArgs  # rotates Q and K first; with positions
+    recipe: Recipe  # how they become 8- or 16-bit numbers
+    k_rows: int  # sampled keys for which every rank has room
+    q_rows: int  # sampled queries, likewise; read with `recipe.equalise`
+    k_sample: SampledTokens  # this rank's sampled keys
+    q_sample: SampledTokens  # its sampled queries
 
     @property
     def packing(self) -> Packing:
@@ -559,26 +418,19 @@ class DescribeRankArgs(NamedTuple):
 
 
 class QuantizeRankArgs(NamedTuple):
-    """A rank's part of a sequence to the packed format.
+    """A rank's part of a sequence to the packed format."""
 
-    Attributes:
-        q: and the rest, as in `QuantizeArgs`.
-        kv_sample: sampled keys of all ranks, [rows, B, H_kv, columns], as `preprocess.rank_samples` lays them.
-        q_sample: sampled rows of Q, likewise, with `recipe.equalise`; otherwise None.
-        v_largest: [B, H_kv, D_v], the largest magnitudes of V of all ranks.
-        all_keys: of all ranks.
-    """
-
-    q: torch.Tensor
+    q: torch.Tensor  # and the rest, as in `QuantizeArgs`
     k: torch.Tensor
     v: torch.Tensor
+    # Sampled keys of all ranks, [rows, B, H_kv, columns], as `preprocess.rank_samples` lays them.
     kv_sample: torch.Tensor
-    q_sample: torch.Tensor | None
-    v_largest: torch.Tensor
+    q_sample: torch.Tensor | None  # sampled rows of Q, likewise, with `recipe.equalise`; otherwise None
+    v_largest: torch.Tensor  # [B, H_kv, D_v], the largest magnitudes of V of all ranks
     rope: RopeArgs
     recipe: Recipe
     needs_lse_shift: bool
-    all_keys: int
+    all_keys: int  # of all ranks
 
     @property
     def packing(self) -> Packing:
@@ -587,17 +439,11 @@ class QuantizeRankArgs(NamedTuple):
 
 
 class PackArgs(NamedTuple):
-    """Tensors that are e4m3 already to the packed format.
+    """Tensors that are e4m3 already to the packed format."""
 
-    Attributes:
-        q: [B, H, M, D], float8_e4m3fn, any strides.
-        k: [B, H_kv, N, D], float8_e4m3fn, any strides.
-        v: [B, H_kv, N, D_v], float8_e4m3fn, any strides.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
+    q: torch.Tensor  # [B, H, M, D], float8_e4m3fn, any strides
+    k: torch.Tensor  # [B, H_kv, N, D], float8_e4m3fn, any strides
+    v: torch.Tensor  # [B, H_kv, N, D_v], float8_e4m3fn, any strides
 
     @property
     def packing(self) -> Packing:
@@ -606,109 +452,63 @@ class PackArgs(NamedTuple):
 
 
 class TransformRowsArgs(NamedTuple):
-    """Rows, rotated by position or by a Hadamard matrix, or reflected.
+    """Rows, rotated by position or by a Hadamard matrix, or reflected."""
 
-    Attributes:
-        x: [B, H, S, D], bf16, fp16 or fp32, any strides.
-        rope: rotates by position; the positions of x are its `q_positions`.
-        hadamard_seed: of the rotation's signs, or None for no rotation.
-        reflect: whether channels are reflected.
-        bshd: layout of the result.
-    """
-
-    x: torch.Tensor
-    rope: RopeArgs
-    hadamard_seed: int | None
-    reflect: bool
-    bshd: bool
+    x: torch.Tensor  # [B, H, S, D], bf16, fp16 or fp32, any strides
+    rope: RopeArgs  # rotates by position; the positions of x are its `q_positions`
+    hadamard_seed: int | None  # of the rotation's signs, or None for no rotation
+    reflect: bool  # whether channels are reflected
+    bshd: bool  # layout of the result
 
 
 class MaskBitsArgs(NamedTuple):
-    """A mask by scores, to bits and kinds of blocks.
+    """A mask by scores, to bits and kinds of blocks."""
 
-    Attributes:
-        mask: bool [B, H, M, at least N], any strides.
-        N: keys.
-    """
-
-    mask: torch.Tensor
-    N: int
+    mask: torch.Tensor  # bool [B, H, M, at least N], any strides
+    N: int  # keys
 
 
 class MaskListsArgs(NamedTuple):
-    """Kinds of blocks, of which the lists of a `BlockMask` are made.
+    """Kinds of blocks, of which the lists of a `BlockMask` are made."""
 
-    Attributes:
-        kinds: contiguous [B, H, M_blocks, N_blocks]: int32, the number of a block's tile, `WHOLE` or `UNSEEN`; or bool,
-            whether it is seen whole.
-    """
-
+    # Contiguous [B, H, M_blocks, N_blocks]: int32, the number of a block's tile, `WHOLE` or `UNSEEN`; or bool, whether
+    # it is seen whole.
     kinds: torch.Tensor
 
 
 class BlockMeansArgs(NamedTuple):
-    """Rows, to means of blocks of them.
+    """Rows, to means of blocks of them."""
 
-    Attributes:
-        x: [B, H, S, D], of any floating-point dtype, any strides.
-    """
-
-    x: torch.Tensor
+    x: torch.Tensor  # [B, H, S, D], of any floating-point dtype, any strides
 
 
 class AppendArgs(NamedTuple):
-    """New keys and values into a paged cache, at positions `cache_seqlens[b]` and up.
+    """New keys and values into a paged cache, at positions `cache_seqlens[b]` and up."""
 
-    Attributes:
-        k: [B, H_kv, L, D], bf16, fp16 or fp32, any strides.
-        v: [B, H_kv, L, D_v], same dtype, any strides.
-        cache: written.
-        block_table: int32 [B, max_pages].
-        cache_seqlens: int32 [B].
-        drafts: how many of them, the last ones, may still be rejected.
-        rope: rotates K.
-    """
-
-    k: torch.Tensor
-    v: torch.Tensor
-    cache: PagedKVCache
-    block_table: torch.Tensor
-    cache_seqlens: torch.Tensor
-    drafts: int
-    rope: RopeArgs
+    k: torch.Tensor  # [B, H_kv, L, D], bf16, fp16 or fp32, any strides
+    v: torch.Tensor  # [B, H_kv, L, D_v], same dtype, any strides
+    cache: PagedKVCache  # written
+    block_table: torch.Tensor  # int32 [B, max_pages]
+    cache_seqlens: torch.Tensor  # int32 [B]
+    drafts: int  # how many of them, the last ones, may still be rejected
+    rope: RopeArgs  # rotates K
 
 
 class StepArgs(NamedTuple):
-    """Append and attend on packed tokens.
+    """Append and attend on packed tokens."""
 
-    Attributes:
-        q: [tokens, H, D], bf16, fp16 or fp32, any strides.
-        k: [tokens, H_kv, D], same dtype, any strides, or None.
-        v: [tokens, H_kv, D_v], or None.
-        cache: written if there is k.
-        open_pages: written if there is k, otherwise read; None for those of the call's own, or none.
-        cu_seqlens: int32 [B + 1].
-        block_table: int32 [B, max_pages].
-        seqlens: int32 [B], with the new keys.
-        out: contiguous [tokens, H, D_v], written.
-        max_seqlen_q: the most tokens of a sequence, or None; a guess, like the next.
-        max_seqlen_k: the most keys.
-        splits: and the rest, as in `DecodeArgs`.
-        rope: rotates K. Before `scores`: `api.split_tensors` has its tensors before sinks.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor | None
-    v: torch.Tensor | None
-    cache: PagedKVCache
-    open_pages: OpenPagesArgs
-    cu_seqlens: torch.Tensor
-    block_table: torch.Tensor
-    seqlens: torch.Tensor
-    out: torch.Tensor
-    max_seqlen_q: int | None
-    max_seqlen_k: int | None
-    splits: int | None
-    rope: RopeArgs
+    q: torch.Tensor  # [tokens, H, D], bf16, fp16 or fp32, any strides
+    k: torch.Tensor | None  # [tokens, H_kv, D], same dtype, any strides, or None
+    v: torch.Tensor | None  # [tokens, H_kv, D_v], or None
+    cache: PagedKVCache  # written if there is k
+    open_pages: OpenPagesArgs  # written if there is k, otherwise read; None for those of the call's own, or none
+    cu_seqlens: torch.Tensor  # int32 [B + 1]
+    block_table: torch.Tensor  # int32 [B, max_pages]
+    seqlens: torch.Tensor  # int32 [B], with the new keys
+    out: torch.Tensor  # contiguous [tokens, H, D_v], written
+    max_seqlen_q: int | None  # the most tokens of a sequence, or None; a guess, like the next
+    max_seqlen_k: int | None  # the most keys
+    splits: int | None  # and the rest, as in `DecodeArgs`
+    rope: RopeArgs  # rotates K. Before `scores`: `api.split_tensors` has its tensors before sinks.
     scores: ScoreOptions
     needs_lse_shift: bool

@@ -21,19 +21,12 @@ SCORES_AT_ONCE = 2**25
 
 
 class Gradients(NamedTuple):
-    """Gradients of Q, K and V, and a softcap's share of the sums of dS.
+    """Gradients of Q, K and V, and a softcap's share of the sums of dS."""
 
-    Attributes:
-        dq: [B, H, M, D].
-        dk: [B, H_kv, N, D].
-        dv: [B, H_kv, N, D_v].
-        capped: fp32 [B, H, M], what a softcap takes from each row's sum of dS; None without one.
-    """
-
-    dq: torch.Tensor
-    dk: torch.Tensor
-    dv: torch.Tensor
-    capped: torch.Tensor | None
+    dq: torch.Tensor  # [B, H, M, D]
+    dk: torch.Tensor  # [B, H_kv, N, D]
+    dv: torch.Tensor  # [B, H_kv, N, D_v]
+    capped: torch.Tensor | None  # fp32 [B, H, M], what a softcap takes from each row's sum of dS; None without one
 
 
 def hidden_scores(

@@ -41,23 +41,14 @@ from helion_attn.validate.block_mask import check_no_tail
 
 
 class BackwardArgs(NamedTuple):
-    """The backward pass of dense attention.
+    """The backward pass of dense attention."""
 
-    Attributes:
-        d_out: gradient of `out`, shaped as it.
-        d_lse: fp32 [B, H, M], gradient of `lse`, or None.
-        out: of the forward pass, in its layout.
-        lse: fp32 [B, H, M].
-        forward: what the attention kernel was asked.
-        dtype: of Q, K and V, and of their gradients.
-    """
-
-    d_out: torch.Tensor
-    d_lse: torch.Tensor | None
-    out: torch.Tensor
-    lse: torch.Tensor
-    forward: AttentionArgs
-    dtype: torch.dtype
+    d_out: torch.Tensor  # gradient of `out`, shaped as it
+    d_lse: torch.Tensor | None  # fp32 [B, H, M], gradient of `lse`, or None
+    out: torch.Tensor  # of the forward pass, in its layout
+    lse: torch.Tensor  # fp32 [B, H, M]
+    forward: AttentionArgs  # what the attention kernel was asked
+    dtype: torch.dtype  # of Q, K and V, and of their gradients
 
 
 def _launch(a: DenseArgs) -> tuple[torch.Tensor, ...]:
@@ -106,29 +97,17 @@ def backward_kernel(a: DenseArgs, has_lse_gradient: bool = False) -> kernels.Bac
 
 
 class DequantizeRowsArgs(NamedTuple):
-    """Packed tensors, to be 16-bit rows.
+    """Packed tensors, to be 16-bit rows."""
 
-    Attributes:
-        packed: what `preprocess.unpack` takes.
-        m_len: queries.
-        n_len: keys.
-        d: head dim of Q and K.
-        d_v: of V.
-        recipe: of the packed tensors.
-        dtype: of the rows.
-        bshd: whether the rows lie as [B, S, heads, head dim].
-        lists: of packed sequences.
-    """
-
-    packed: PackedTensors
-    m_len: int
-    n_len: int
-    d: int
-    d_v: int
-    recipe: Recipe
-    dtype: torch.dtype
-    bshd: bool
-    lists: unpack.TokenLists = unpack.NO_LISTS
+    packed: PackedTensors  # what `preprocess.unpack` takes
+    m_len: int  # queries
+    n_len: int  # keys
+    d: int  # head dim of Q and K
+    d_v: int  # of V
+    recipe: Recipe  # of the packed tensors
+    dtype: torch.dtype  # of the rows
+    bshd: bool  # whether the rows lie as [B, S, heads, head dim]
+    lists: unpack.TokenLists = unpack.NO_LISTS  # of packed sequences
 
 
 def _dequantize_rows(a: DequantizeRowsArgs) -> tuple[torch.Tensor, ...]:

@@ -21,43 +21,25 @@ CUDNN_WITH_D_256 = 91000
 
 
 class Case(NamedTuple):
-    """Sizes and options by which a backward kernel is chosen.
+    """Sizes and options by which a backward kernel is chosen."""
 
-    Attributes:
-        is_cuda: whether a GPU runs it.
-        M: queries.
-        N: keys.
-        D: head dim of Q and K.
-        D_v: of V.
-        scores: which scores there are.
-        block_sparse: there is a block mask.
-        has_lse_gradient: lse has a gradient too.
-        packed_sequences: M and N are tokens of several sequences.
-    """
-
-    is_cuda: bool
-    M: int
-    N: int
-    D: int
-    D_v: int
-    scores: ScoreOptions
-    block_sparse: bool
-    has_lse_gradient: bool
-    packed_sequences: bool
+    is_cuda: bool  # whether a GPU runs it
+    M: int  # queries
+    N: int  # keys
+    D: int  # head dim of Q and K
+    D_v: int  # of V
+    scores: ScoreOptions  # which scores there are
+    block_sparse: bool  # there is a block mask
+    has_lse_gradient: bool  # lse has a gradient too
+    packed_sequences: bool  # M and N are tokens of several sequences
 
 
 class BackwardKernel(NamedTuple):
-    """A backward kernel.
+    """A backward kernel."""
 
-    Attributes:
-        name: of it.
-        reason: why no faster one.
-        is_slow: it takes many times as long as a kernel would.
-    """
-
-    name: Literal["cudnn", "flash_attn_4", "flash", "chunked"]
-    reason: str
-    is_slow: bool = False
+    name: Literal["cudnn", "flash_attn_4", "flash", "chunked"]  # of it
+    reason: str  # why no faster one
+    is_slow: bool = False  # it takes many times as long as a kernel would
 
     def __str__(self) -> str:
         return f"{DESCRIPTIONS[self.name]}: {self.reason}"

@@ -32,19 +32,12 @@ def normalised(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torc
 
 
 class Turns(NamedTuple):
-    """The rotations of rows.
+    """The rotations of rows."""
 
-    Attributes:
-        cos: fp32 [S, R / 2].
-        sin: fp32 [S, R / 2].
-        outside: bool [S, 1], rows at no position of the table.
-        interleaved: whether pairs are neighbours.
-    """
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-    outside: torch.Tensor
-    interleaved: bool
+    cos: torch.Tensor  # fp32 [S, R / 2]
+    sin: torch.Tensor  # fp32 [S, R / 2]
+    outside: torch.Tensor  # bool [S, 1], rows at no position of the table
+    interleaved: bool  # whether pairs are neighbours
 
 
 def turns_of(

@@ -34,35 +34,20 @@ from helion_attn.types import Recipe, packed_fields
 
 
 class VarlenBackwardArgs(NamedTuple):
-    """The backward pass of attention over packed sequences.
+    """The backward pass of attention over packed sequences."""
 
-    Attributes:
-        d_out: gradient of `out`, shaped as it.
-        d_lse: fp32 [H, tokens], gradient of `lse`, or None.
-        out: of the forward pass, [tokens, H, D_v].
-        lse: fp32 [H, tokens].
-        cu_seqlens_q: int32 [B + 1].
-        cu_seqlens_k: int32 [B + 1].
-        packed: Q, K and V.
-        n_tokens: of K and V.
-        d: head dim of Q and K.
-        scores: which there are, and what is done to them.
-        recipe: how the tensors were quantised.
-        dtype: of Q, K and V, and of their gradients.
-    """
-
-    d_out: torch.Tensor
-    d_lse: torch.Tensor | None
-    out: torch.Tensor
-    lse: torch.Tensor
-    cu_seqlens_q: torch.Tensor
-    cu_seqlens_k: torch.Tensor
-    packed: PackedVarlen
-    n_tokens: int
-    d: int
-    scores: ScoreOptions
-    recipe: Recipe
-    dtype: torch.dtype
+    d_out: torch.Tensor  # gradient of `out`, shaped as it
+    d_lse: torch.Tensor | None  # fp32 [H, tokens], gradient of `lse`, or None
+    out: torch.Tensor  # of the forward pass, [tokens, H, D_v]
+    lse: torch.Tensor  # fp32 [H, tokens]
+    cu_seqlens_q: torch.Tensor  # int32 [B + 1]
+    cu_seqlens_k: torch.Tensor  # int32 [B + 1]
+    packed: PackedVarlen  # Q, K and V
+    n_tokens: int  # of K and V
+    d: int  # head dim of Q and K
+    scores: ScoreOptions  # which there are, and what is done to them
+    recipe: Recipe  # how the tensors were quantised
+    dtype: torch.dtype  # of Q, K and V, and of their gradients
 
 
 def _launch(a: VarlenArgs) -> tuple[torch.Tensor, ...]:
@@ -87,17 +72,11 @@ def _fake(a: VarlenArgs) -> tuple[torch.Tensor, ...]:
 
 
 class Tokens(NamedTuple):
-    """Where the tokens of a packed batch lie in the packed format.
+    """Where the tokens of a packed batch lie in the packed format."""
 
-    Attributes:
-        sequence: int64 [tokens], 0 for tokens of none.
-        inside: bool [tokens], whether a token is of a sequence.
-        row: int64 [tokens], among the rows of all blocks.
-    """
-
-    sequence: torch.Tensor
-    inside: torch.Tensor
-    row: torch.Tensor
+    sequence: torch.Tensor  # int64 [tokens], 0 for tokens of none
+    inside: torch.Tensor  # bool [tokens], whether a token is of a sequence
+    row: torch.Tensor  # int64 [tokens], among the rows of all blocks
 
 
 def sequences_of(cu_seqlens: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,23 +19,14 @@ ALIGNMENT = 16
 
 
 class Memory(NamedTuple):
-    """Memory that buffers lie in.
+    """Memory that buffers lie in."""
 
-    Attributes:
-        kind: "given" to the call, "made" by it, or "constant": the same in every call.
-        number: among the memories of its kind.
-        shape: of the tensor that is all of it.
-        strides: of that tensor.
-        dtype: of that tensor.
-        misaligned: its address, modulo `ALIGNMENT`.
-    """
-
-    kind: str
-    number: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    misaligned: int
+    kind: str  # "given" to the call, "made" by it, or "constant": the same in every call
+    number: int  # among the memories of its kind
+    shape: tuple[int, ...]  # of the tensor that is all of it
+    strides: tuple[int, ...]  # of that tensor
+    dtype: torch.dtype  # of that tensor
+    misaligned: int  # its address, modulo `ALIGNMENT`
 
 
 class Fill(NamedTuple):

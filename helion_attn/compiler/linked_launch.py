@@ -30,19 +30,12 @@ from helion_attn.compiler.versions import triton_is_known
 
 
 class Launch(NamedTuple):
-    """One call of a host function's launcher.
+    """One call of a host function's launcher."""
 
-    Attributes:
-        kernel: Triton's `JITFunction`.
-        grid: programs, one to three dimensions.
-        args: of the kernel.
-        options: keyword arguments: warps, stages, registers.
-    """
-
-    kernel: Any
-    grid: tuple[int, ...]
-    args: tuple[Any, ...]
-    options: dict[str, Any]
+    kernel: Any  # Triton's `JITFunction`
+    grid: tuple[int, ...]  # programs, one to three dimensions
+    args: tuple[Any, ...]  # of the kernel
+    options: dict[str, Any]  # keyword arguments: warps, stages, registers
 
 
 def recorded(host_fn: Callable[..., Any], args: Sequence[Any]) -> list[Launch]:
@@ -88,19 +81,12 @@ MAX_ENCODED = 8
 
 
 class Box(NamedTuple):
-    """A descriptor among the arguments of a launch.
+    """A descriptor among the arguments of a launch."""
 
-    Attributes:
-        of: which of the addresses it is of.
-        rest: its fields but for the tensor; known to be sound.
-        encoding: how it is encoded, as Triton's compiler says.
-        by_address: encoded ones.
-    """
-
-    of: int
-    rest: dict[str, Any]
-    encoding: dict[str, Any]
-    by_address: dict[int, Any]
+    of: int  # which of the addresses it is of
+    rest: dict[str, Any]  # its fields but for the tensor; known to be sound
+    encoding: dict[str, Any]  # how it is encoded, as Triton's compiler says
+    by_address: dict[int, Any]  # encoded ones
 
     def encoded(self, address: int) -> Any:
         """Encode the descriptor of a tensor at `address` for the driver."""

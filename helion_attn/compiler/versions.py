@@ -13,19 +13,12 @@ import triton
 
 
 class KnownTriton(NamedTuple):
-    """A Triton that was run on a Hopper GPU.
+    """A Triton that was run on a Hopper GPU."""
 
-    Attributes:
-        series: the first two numbers of its version.
-        torch: releases whose ordinary Linux wheel requires it.
-        verified: the run, under `VERIFIED_TORCH`: GPU, date, and what of it passed.
-        lost: what is lost compared with the Triton that the figures are of.
-    """
-
-    series: str
-    torch: str
-    verified: str
-    lost: str
+    series: str  # the first two numbers of its version
+    torch: str  # releases whose ordinary Linux wheel requires it
+    verified: str  # the run, under `VERIFIED_TORCH`: GPU, date, and what of it passed
+    lost: str  # what is lost compared with the Triton that the figures are of
 
 
 #: Newest last. docs/trust.md has the runs.

@@ -29,41 +29,25 @@ MAX_FRESH_D = 128
 
 @dataclass(frozen=True)
 class TileConfig:
-    """How the attention kernel is tiled for one (bits, D_pad, has_right), and how large a launch.
+    """How the attention kernel is tiled for one (bits, D_pad, has_right), and how large a launch."""
 
-    Attributes:
-        qk_bits: of a number of Q and K.
-        pv_bits: of P and V.
-        D_pad: padded head dim.
-        has_right: which of the two specialisations: a window or causality ends to the right, or none does.
-        bm: query rows of a block; the same for both, since packing does not know the mask.
-        bn: keys of a block; likewise.
-        num_warps: warps of a program.
-        num_stages: K/V blocks in flight.
-        two_level: P V is summed in fp32, a fresh product per key block; otherwise inside the tensor core.
-        ctas_per_sm: the occupancy that the timing had, which registers and shared memory must allow; `head_group` goes
-            by it.
-        max_registers: a thread's, which ptxas is told.
-        max_query_blocks_per_sm: the largest launch that this is for, as `query_blocks_per_sm` has it. A larger one
-            takes the next config; all that differ in this alone have the same block sizes.
-        measured_on: the GPU whose timings chose it. Any other, such as an H100, runs it unmeasured.
-        passes: names of the compiler's passes that its kernel was timed with, in their order.
-    """
-
-    qk_bits: int
-    pv_bits: int
-    D_pad: int
-    has_right: bool
-    bm: int
-    bn: int
-    num_warps: int
-    num_stages: int
-    two_level: bool
+    qk_bits: int  # of a number of Q and K
+    pv_bits: int  # of P and V
+    D_pad: int  # padded head dim
+    has_right: bool  # which of the two specialisations: a window or causality ends to the right, or none does
+    bm: int  # query rows of a block; the same for both, since packing does not know the mask
+    bn: int  # keys of a block; likewise
+    num_warps: int  # warps of a program
+    num_stages: int  # K/V blocks in flight
+    two_level: bool  # P V is summed in fp32, a fresh product per key block; otherwise inside the tensor core
+    # The occupancy that the timing had, which registers and shared memory must allow; `head_group` goes by it.
     ctas_per_sm: int
-    max_registers: int
+    max_registers: int  # a thread's, which ptxas is told
+    # The largest launch that this is for, as `query_blocks_per_sm` has it. A larger one takes the next config; all that
+    # differ in this alone have the same block sizes.
     max_query_blocks_per_sm: float = math.inf
-    measured_on: str | None = None
-    passes: tuple[str, ...] = ()
+    measured_on: str | None = None  # the GPU whose timings chose it. Any other, such as an H100, runs it unmeasured.
+    passes: tuple[str, ...] = ()  # names of the compiler's passes that its kernel was timed with, in their order
 
     @property
     def bits(self) -> tuple[int, int]:
@@ -73,17 +57,11 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class LargeTileConfig:
-    """How `fp8_attn_fwd_large_d` is tiled for one (D_pad, v_tile, has_right); `uses_large_d` says for which head dims.
+    """How `fp8_attn_fwd_large_d` is tiled for one (D_pad, v_tile, has_right); `uses_large_d` says for which head dims."""
 
-    Attributes:
-        D_pad: padded head dim of Q and K: a power of two, or the sum of two.
-        v_tile: channels of V that a program owns, likewise; D_v is padded to a multiple.
-        has_right: and the rest, as in `TileConfig`.
-    """
-
-    D_pad: int
-    v_tile: int
-    has_right: bool
+    D_pad: int  # padded head dim of Q and K: a power of two, or the sum of two
+    v_tile: int  # channels of V that a program owns, likewise; D_v is padded to a multiple
+    has_right: bool  # and the rest, as in `TileConfig`
     bm: int
     bn: int
     num_warps: int

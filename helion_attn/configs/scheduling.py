@@ -158,23 +158,14 @@ def decode_queries(group: int, drafts: int) -> int:
 
 
 class SplitLimits(NamedTuple):
-    """The numbers of splits that `kernels.dynamic_splits` may choose.
+    """The numbers of splits that `kernels.dynamic_splits` may choose."""
 
-    Attributes:
-        most_splits: of a sequence.
-        all_splits: of all sequences, at most.
-        most_rounds: their programs fill the GPU so many times at most, but for one split of each sequence.
-        multiprocessors: of the GPU.
-        ctas_per_sm: programs that an SM holds.
-        is_fixed: each sequence has `most_splits`.
-    """
-
-    most_splits: int
-    all_splits: int
-    most_rounds: int
-    multiprocessors: int
-    ctas_per_sm: int
-    is_fixed: bool
+    most_splits: int  # of a sequence
+    all_splits: int  # of all sequences, at most
+    most_rounds: int  # their programs fill the GPU so many times at most, but for one split of each sequence
+    multiprocessors: int  # of the GPU
+    ctas_per_sm: int  # programs that an SM holds
+    is_fixed: bool  # each sequence has `most_splits`
 
 
 def split_limits(

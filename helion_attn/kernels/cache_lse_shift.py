@@ -25,25 +25,15 @@ ROWS = 16
 
 
 class LseShiftSpec(NamedTuple):
-    """Constants that the kernel is compiled for.
+    """Constants that the kernel is compiled for."""
 
-    Attributes:
-        d: head dim of Q.
-        d_step: from a channel of Q to the next.
-        unit: what Q's other steps are multiples of.
-        d_pad: channels of a mean.
-        has_right: keys have a right edge.
-        packed: queries are a packed batch, and rows that see no key have theirs.
-        is_cuda: the kernel is compiled; otherwise interpreted.
-    """
-
-    d: int
-    d_step: int
-    unit: int
-    d_pad: int
-    has_right: bool
-    packed: bool
-    is_cuda: bool
+    d: int  # head dim of Q
+    d_step: int  # from a channel of Q to the next
+    unit: int  # what Q's other steps are multiples of
+    d_pad: int  # channels of a mean
+    has_right: bool  # keys have a right edge
+    packed: bool  # queries are a packed batch, and rows that see no key have theirs
+    is_cuda: bool  # the kernel is compiled; otherwise interpreted
 
 
 def sums_of_pairs(

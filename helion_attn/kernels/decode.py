@@ -105,19 +105,12 @@ from helion_attn.types import PagedKVCache
 
 
 class DecodeTile(NamedTuple):
-    """How a program is made.
+    """How a program is made."""
 
-    Attributes:
-        num_warps: of a program.
-        num_stages: pages in flight.
-        ctas_per_sm: programs that an SM holds.
-        max_registers: a thread's.
-    """
-
-    num_warps: int
-    num_stages: int
-    ctas_per_sm: int
-    max_registers: int
+    num_warps: int  # of a program
+    num_stages: int  # pages in flight
+    ctas_per_sm: int  # programs that an SM holds
+    max_registers: int  # a thread's
 
 
 #: By the largest padded head dim: the tile of up to 16 rows, and that of 32. The fastest on an H200, but for D 512.

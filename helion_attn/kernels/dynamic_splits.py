@@ -39,21 +39,13 @@ SEQUENCES_OF_WARP = 64
 
 
 class DynamicSplitsSpec(NamedTuple):
-    """Constants that the kernel is compiled for.
+    """Constants that the kernel is compiled for."""
 
-    Attributes:
-        bn_log2: of the keys of a page.
-        sequences: a power of two that holds all sequences.
-        packed: queries are a packed batch.
-        has_left: keys have a left edge.
-        is_fixed: each sequence has `most_splits`.
-    """
-
-    bn_log2: int
-    sequences: int
-    packed: bool
-    has_left: bool
-    is_fixed: bool
+    bn_log2: int  # of the keys of a page
+    sequences: int  # a power of two that holds all sequences
+    packed: bool  # queries are a packed batch
+    has_left: bool  # keys have a left edge
+    is_fixed: bool  # each sequence has `most_splits`
 
 
 def splits_of_fastest(

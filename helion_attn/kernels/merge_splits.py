@@ -29,27 +29,16 @@ MANY_SPLITS, MANY_WARPS = 32, 4
 
 
 class MergeSpec(NamedTuple):
-    """Constants that the kernel is compiled for.
+    """Constants that the kernel is compiled for."""
 
-    Attributes:
-        at_once: splits that a program reads at once.
-        d_row: the power of two that holds a row.
-        has_sinks: a head has one more logit.
-        has_lse_shift: rows have a `lse_shift_scaled` that all of their lse lack.
-        batch: a power of two that holds the sequences of a packed batch, or 0.
-        of_few: splits are of `most_queries` queries of each sequence, those of `fp8_attn_decode`; or of all tokens.
-        by_sequence: sequences have splits of their own, from `dynamic_splits`.
-        is_cuda: the kernel is compiled; otherwise interpreted.
-    """
-
-    at_once: int
-    d_row: int
-    has_sinks: bool
-    has_lse_shift: bool
-    batch: int
-    of_few: bool
-    by_sequence: bool
-    is_cuda: bool
+    at_once: int  # splits that a program reads at once
+    d_row: int  # the power of two that holds a row
+    has_sinks: bool  # a head has one more logit
+    has_lse_shift: bool  # rows have a `lse_shift_scaled` that all of their lse lack
+    batch: int  # a power of two that holds the sequences of a packed batch, or 0
+    of_few: bool  # splits are of `most_queries` queries of each sequence, those of `fp8_attn_decode`; or of all tokens
+    by_sequence: bool  # sequences have splits of their own, from `dynamic_splits`
+    is_cuda: bool  # the kernel is compiled; otherwise interpreted
 
 
 def merge_splits_kernel(

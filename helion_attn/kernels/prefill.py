@@ -80,21 +80,13 @@ from helion_attn.types import PagedKVCache
 
 
 class PrefillTile(NamedTuple):
-    """How a program is made.
+    """How a program is made."""
 
-    Attributes:
-        bm: query rows.
-        num_warps: of a program, each with 16 rows.
-        num_stages: pages in flight.
-        ctas_per_sm: programs that an SM holds.
-        max_registers: a thread's.
-    """
-
-    bm: int
-    num_warps: int
-    num_stages: int
-    ctas_per_sm: int
-    max_registers: int
+    bm: int  # query rows
+    num_warps: int  # of a program, each with 16 rows
+    num_stages: int  # pages in flight
+    ctas_per_sm: int  # programs that an SM holds
+    max_registers: int  # a thread's
 
 
 #: The fastest on an H200 without windows and softcaps, by the largest padded head dim (docs/notes/paged_cache.md).

@@ -22,26 +22,19 @@ from helion_attn.types import Recipe
 
 
 class Shape(NamedTuple):
-    """Sizes and options by which a kernel, its config and its splits are chosen.
+    """Sizes and options by which a kernel, its config and its splits are chosen."""
 
-    Attributes:
-        heads: B * H and B * H_kv.
-        blocks: packed blocks of a head's queries, and of its keys.
-        m_len: and the rest, as in `AttentionArgs`.
-        block_sparse: there is a block mask.
-        of: dense tensors; or "varlen", sequences that follow each other, or "ranks", keys of several ranks: these run
-            `fp8_attn_fwd`, keys are not split and heads share no tiles.
-    """
-
-    heads: tuple[int, int]
-    blocks: tuple[int, int]
-    m_len: int
+    heads: tuple[int, int]  # B * H and B * H_kv
+    blocks: tuple[int, int]  # packed blocks of a head's queries, and of its keys
+    m_len: int  # and the rest, as in `AttentionArgs`
     d: int
     d_v: int
     scores: ScoreOptions
     recipe: Recipe
     num_splits: int | None
-    block_sparse: bool
+    block_sparse: bool  # there is a block mask
+    # Dense tensors; or "varlen", sequences that follow each other, or "ranks", keys of several ranks: these run
+    # `fp8_attn_fwd`, keys are not split and heads share no tiles.
     of: Literal["dense", "varlen", "ranks"] = "dense"
 
 

@@ -90,50 +90,28 @@ def descale_of_int8_key(amax: torch.Tensor, limit_log2: hl.constexpr) -> torch.T
 
 
 class AppendSpec(NamedTuple):
-    """Constants that the kernel is compiled for.
+    """Constants that the kernel is compiled for."""
 
-    Attributes:
-        keys: slots of a program, a multiple of 16.
-        k_d_step: from a channel of K to the next.
-        v_d_step: of V.
-        unit: what the other steps are multiples of.
-        bn: keys of a page.
-        d: head dim of K.
-        d_v: of V.
-        d_pad: padded head dim of K.
-        d_v_pad: of V.
-        rotary: channels of K that are rotated.
-        pairing: how, as `lib.rope` has it.
-        int8_keys: K becomes int8.
-        has_mean: K loses a constant first.
-        equalise: then its channels are divided by their factors.
-        k_least_log2: descales of e4m3 K begin at two to this.
-        k_limit_log2: and end at two to this.
-        v_limit_log2: descales of V end at two to this, and at its inverse.
-        batch: a power of two that holds the sequences of a packed batch, which have different numbers of new keys; or
-            0.
-        is_cuda: the kernel is compiled; otherwise interpreted.
-    """
-
-    keys: int
-    k_d_step: int
-    v_d_step: int
-    unit: int
-    bn: int
-    d: int
-    d_v: int
-    d_pad: int
-    d_v_pad: int
-    rotary: int
-    pairing: int
-    int8_keys: bool
-    has_mean: bool
-    equalise: bool
-    k_least_log2: int
-    k_limit_log2: int
-    v_limit_log2: int
+    keys: int  # slots of a program, a multiple of 16
+    k_d_step: int  # from a channel of K to the next
+    v_d_step: int  # of V
+    unit: int  # what the other steps are multiples of
+    bn: int  # keys of a page
+    d: int  # head dim of K
+    d_v: int  # of V
+    d_pad: int  # padded head dim of K
+    d_v_pad: int  # of V
+    rotary: int  # channels of K that are rotated
+    pairing: int  # how, as `lib.rope` has it
+    int8_keys: bool  # K becomes int8
+    has_mean: bool  # K loses a constant first
+    equalise: bool  # then its channels are divided by their factors
+    k_least_log2: int  # descales of e4m3 K begin at two to this
+    k_limit_log2: int  # and end at two to this
+    v_limit_log2: int  # descales of V end at two to this, and at its inverse
+    # A power of two that holds the sequences of a packed batch, which have different numbers of new keys; or 0.
     batch: int
-    is_cuda: bool
+    is_cuda: bool  # the kernel is compiled; otherwise interpreted
 
 
 def append_kv(

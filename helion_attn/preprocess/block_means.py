@@ -17,23 +17,14 @@ STEP_ELEMENTS = 8192
 
 
 class BlockMeansSpec(NamedTuple):
-    """Constants that the kernel is compiled for.
+    """Constants that the kernel is compiled for."""
 
-    Attributes:
-        d_step: from a channel to the next.
-        unit: what the other steps are multiples of.
-        block: rows of a block.
-        step: rows of a step.
-        d: channels.
-        d_tile: the power of two that holds them.
-    """
-
-    d_step: int
-    unit: int
-    block: int
-    step: int
-    d: int
-    d_tile: int
+    d_step: int  # from a channel to the next
+    unit: int  # what the other steps are multiples of
+    block: int  # rows of a block
+    step: int  # rows of a step
+    d: int  # channels
+    d_tile: int  # the power of two that holds them
 
 
 def block_means(

@@ -41,30 +41,18 @@ NO_WINDOW = 2**30
 
 
 class CloseSpec(NamedTuple):
-    """Constants that the kernel is compiled for.
+    """Constants that the kernel is compiled for."""
 
-    Attributes:
-        bn: keys of a page.
-        d_pad: padded head dim of K.
-        d_v_pad: of V.
-        d_tile: channels that are rewritten at once.
-        int8_keys: K is int8.
-        closed: what marks a closed page.
-        batch: a power of two that holds the sequences of a packed batch, which have different numbers of new keys; or
-            0.
-        sequences: a power of two that holds all.
-        is_cuda: the kernel is compiled; otherwise interpreted.
-    """
-
-    bn: int
-    d_pad: int
-    d_v_pad: int
-    d_tile: int
-    int8_keys: bool
-    closed: float
+    bn: int  # keys of a page
+    d_pad: int  # padded head dim of K
+    d_v_pad: int  # of V
+    d_tile: int  # channels that are rewritten at once
+    int8_keys: bool  # K is int8
+    closed: float  # what marks a closed page
+    # A power of two that holds the sequences of a packed batch, which have different numbers of new keys; or 0.
     batch: int
-    sequences: int
-    is_cuda: bool
+    sequences: int  # a power of two that holds all
+    is_cuda: bool  # the kernel is compiled; otherwise interpreted
 
 
 def close_full_pages(

@@ -14,15 +14,10 @@ ROWS, COMPARED = 8, 128
 
 
 class ListOrderSpec(NamedTuple):
-    """Constants that the kernel is compiled for.
+    """Constants that the kernel is compiled for."""
 
-    Attributes:
-        n: row blocks of a program.
-        step: row blocks that they are compared with at once.
-    """
-
-    n: int
-    step: int
+    n: int  # row blocks of a program
+    step: int  # row blocks that they are compared with at once
 
 
 def list_order(

@@ -33,25 +33,15 @@ NO_KEY = -(2**63)
 
 
 class MaskBitsSpec(NamedTuple):
-    """Constants that the kernel is compiled for.
+    """Constants that the kernel is compiled for."""
 
-    Attributes:
-        unit: what the steps and the length of a row are multiples of.
-        block: queries and keys of a block.
-        word: bits of a word.
-        in_part: what `kinds` has for a block that is seen in part.
-        whole: for one that is seen whole.
-        unseen: for one that is not seen.
-        no_key: what `keys` has for a block that is not seen in part.
-    """
-
-    unit: int
-    block: int
-    word: int
-    in_part: int
-    whole: int
-    unseen: int
-    no_key: int
+    unit: int  # what the steps and the length of a row are multiples of
+    block: int  # queries and keys of a block
+    word: int  # bits of a word
+    in_part: int  # what `kinds` has for a block that is seen in part
+    whole: int  # for one that is seen whole
+    unseen: int  # for one that is not seen
+    no_key: int  # what `keys` has for a block that is not seen in part
 
 
 def four_bits(x: torch.Tensor) -> torch.Tensor:

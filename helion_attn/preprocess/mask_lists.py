@@ -18,21 +18,13 @@ ROWS, MOST_AT_ONCE = 4, 512
 
 
 class MaskListsSpec(NamedTuple):
-    """Constants that the kernel is compiled for.
+    """Constants that the kernel is compiled for."""
 
-    Attributes:
-        n: rows of a program.
-        step: blocks of a row that are read at once.
-        added: to what `kinds` has.
-        unseen: what a block is that is not seen.
-        has_tiles: blocks may be seen in part.
-    """
-
-    n: int
-    step: int
-    added: int
-    unseen: int
-    has_tiles: bool
+    n: int  # rows of a program
+    step: int  # blocks of a row that are read at once
+    added: int  # to what `kinds` has
+    unseen: int  # what a block is that is not seen
+    has_tiles: bool  # blocks may be seen in part
 
 
 def mask_lists(

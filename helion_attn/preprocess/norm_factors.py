@@ -22,27 +22,16 @@ STEP_ELEMENTS, STAGES = 4096, 3
 
 
 class NormFactorsSpec(NamedTuple):
-    """Constants that the kernel is compiled for.
+    """Constants that the kernel is compiled for."""
 
-    Attributes:
-        q_d_step: from a channel of Q to the next.
-        k_d_step: of K.
-        unit: what the other steps are multiples of.
-        d: head dim.
-        d_row: the power of two that holds a row.
-        n: tokens of a program.
-        q_eps: what is added to Q's means of squares.
-        k_eps: to K's.
-    """
-
-    q_d_step: int
-    k_d_step: int
-    unit: int
-    d: int
-    d_row: int
-    n: int
-    q_eps: float
-    k_eps: float
+    q_d_step: int  # from a channel of Q to the next
+    k_d_step: int  # of K
+    unit: int  # what the other steps are multiples of
+    d: int  # head dim
+    d_row: int  # the power of two that holds a row
+    n: int  # tokens of a program
+    q_eps: float  # what is added to Q's means of squares
+    k_eps: float  # to K's
 
 
 def norm_factors(

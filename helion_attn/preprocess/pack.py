@@ -20,63 +20,40 @@ from helion_attn.types import PackedTensors, Recipe
 
 
 class PackKernelInputs(NamedTuple):
-    """The inputs of both kernels.
+    """The inputs of both kernels."""
 
-    Attributes:
-        source: Q, K and V.
-        norms: and the rest, as `launch` has it.
-        tiling: how the kernels cut their work.
-        arguments: of both kernels, by name.
-        spec: fields of both kernels' specs, by name.
-        rows_of_k: what is done to rows of K.
-    """
-
-    source: StridedQKV
-    norms: Norms
+    source: StridedQKV  # Q, K and V
+    norms: Norms  # and the rest, as `launch` has it
     rope: RopeTables
     stats: Sampled
     bm: int
     bn: int
     recipe: Recipe
     sequences: Sequences | None
-    tiling: Tiling
-    arguments: dict[str, Any]
-    spec: dict[str, Any]
-    rows_of_k: RowSpec
+    tiling: Tiling  # how the kernels cut their work
+    arguments: dict[str, Any]  # of both kernels, by name
+    spec: dict[str, Any]  # fields of both kernels' specs, by name
+    rows_of_k: RowSpec  # what is done to rows of K
 
 
 class PackedKV(NamedTuple):
-    """Blocks of K and V.
+    """Blocks of K and V."""
 
-    Attributes:
-        k8: [kv_heads * tiles, k_tile, D_pad].
-        v8: 8 bits [kv_heads * blocks * d_tiles, d_tile, bn], transposed, or 16 bits [kv_heads * blocks, bn, D_v_pad].
-        k_descale: fp32 [kv_heads, blocks], or [kv_heads, 1] where K has none a block.
-        v_descale: fp32 [kv_heads, D_v_pad].
-        v_lost: fp32 [kv_heads * blocks, D_v_pad] with `sum_lost`: what rounding took from each block's sum.
-        v_peak: fp32 [kv_heads * blocks, d_tiles] with `note_peak`: the largest of each block.
-    """
-
-    k8: torch.Tensor
+    k8: torch.Tensor  # [kv_heads * tiles, k_tile, D_pad]
+    # 8 bits [kv_heads * blocks * d_tiles, d_tile, bn], transposed, or 16 bits [kv_heads * blocks, bn, D_v_pad].
     v8: torch.Tensor
-    k_descale: torch.Tensor
-    v_descale: torch.Tensor
-    v_lost: torch.Tensor
-    v_peak: torch.Tensor
+    k_descale: torch.Tensor  # fp32 [kv_heads, blocks], or [kv_heads, 1] where K has none a block
+    v_descale: torch.Tensor  # fp32 [kv_heads, D_v_pad]
+    v_lost: torch.Tensor  # fp32 [kv_heads * blocks, D_v_pad] with `sum_lost`: what rounding took from each block's sum
+    v_peak: torch.Tensor  # fp32 [kv_heads * blocks, d_tiles] with `note_peak`: the largest of each block
 
 
 class PackedQ(NamedTuple):
-    """Blocks of Q.
+    """Blocks of Q."""
 
-    Attributes:
-        q8: [heads * tiles, q_tile, D_pad].
-        q_descale: fp32 [heads, blocks * bm].
-        lse_shift: fp32 [heads, blocks * bm] with `needs_lse_shift`, otherwise of one element.
-    """
-
-    q8: torch.Tensor
-    q_descale: torch.Tensor
-    lse_shift: torch.Tensor
+    q8: torch.Tensor  # [heads * tiles, q_tile, D_pad]
+    q_descale: torch.Tensor  # fp32 [heads, blocks * bm]
+    lse_shift: torch.Tensor  # fp32 [heads, blocks * bm] with `needs_lse_shift`, otherwise of one element
 
 
 def recentres(recipe: Recipe, keys: int) -> bool:

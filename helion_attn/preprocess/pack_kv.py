@@ -34,51 +34,28 @@ from helion_attn.preprocess.sequences import key_source
 
 
 class PackKVSpec(NamedTuple):
-    """Constants that the kernel is compiled for.
+    """Constants that the kernel is compiled for."""
 
-    Attributes:
-        v_d_step: of V.
-        unit: what steps but those of channels are multiples of.
-        d: head dim of K.
-        d_v: of V.
-        d_tile: channels of V that a program packs.
-        bn: keys of a block.
-        k_run: tiles of K that a program packs.
-        k_unscaled: K has no scale.
-        k_per_tile: K has a descale a tile, which is a block.
-        k_per_block: K has a descale a block of several tiles.
-        v_unscaled: V has no scale.
-        v_per_channel: V has a descale a channel; otherwise a head.
-        sum_lost: what rounding takes from V is summed.
-        note_peak: V's largest entries are noted.
-        qk_largest: the largest magnitude that K becomes.
-        v_largest: that V becomes.
-        cap_registers: ptxas is told of a maximum.
-        varlen: the sequences of a batch follow each other.
-        wide: addresses need 64 bits.
-        rows: what is done to rows of K before they are scaled.
-    """
-
-    v_d_step: int
-    unit: int
-    d: int
-    d_v: int
-    d_tile: int
-    bn: int
-    k_run: int
-    k_unscaled: bool
-    k_per_tile: bool
-    k_per_block: bool
-    v_unscaled: bool
-    v_per_channel: bool
-    sum_lost: bool
-    note_peak: bool
-    qk_largest: float
-    v_largest: float
-    cap_registers: bool
-    varlen: bool
-    wide: bool
-    rows: RowSpec
+    v_d_step: int  # of V
+    unit: int  # what steps but those of channels are multiples of
+    d: int  # head dim of K
+    d_v: int  # of V
+    d_tile: int  # channels of V that a program packs
+    bn: int  # keys of a block
+    k_run: int  # tiles of K that a program packs
+    k_unscaled: bool  # K has no scale
+    k_per_tile: bool  # K has a descale a tile, which is a block
+    k_per_block: bool  # K has a descale a block of several tiles
+    v_unscaled: bool  # V has no scale
+    v_per_channel: bool  # V has a descale a channel; otherwise a head
+    sum_lost: bool  # what rounding takes from V is summed
+    note_peak: bool  # V's largest entries are noted
+    qk_largest: float  # the largest magnitude that K becomes
+    v_largest: float  # that V becomes
+    cap_registers: bool  # ptxas is told of a maximum
+    varlen: bool  # the sequences of a batch follow each other
+    wide: bool  # addresses need 64 bits
+    rows: RowSpec  # what is done to rows of K before they are scaled
 
 
 def pack_kv(

@@ -24,35 +24,20 @@ from helion_attn.preprocess.sequences import query_source
 
 
 class PackQSpec(NamedTuple):
-    """Constants that the kernel is compiled for.
+    """Constants that the kernel is compiled for."""
 
-    Attributes:
-        unit: what steps but those of channels are multiples of.
-        d: head dim of Q.
-        q_run: tiles that a program packs.
-        q_unscaled: Q has no scale.
-        q_per_row: Q has a descale a row.
-        q_per_tile: Q has a descale a tile, which is a block.
-        q_per_block: Q has a descale a block of several tiles.
-        qk_largest: the largest magnitude that Q becomes.
-        cap_registers: ptxas is told of a maximum.
-        varlen: the sequences of a batch follow each other.
-        wide: addresses need 64 bits.
-        rows: what is done to rows before they are scaled; with `has_lse_shift` `lse_shift` is stored.
-    """
-
-    unit: int
-    d: int
-    q_run: int
-    q_unscaled: bool
-    q_per_row: bool
-    q_per_tile: bool
-    q_per_block: bool
-    qk_largest: float
-    cap_registers: bool
-    varlen: bool
-    wide: bool
-    rows: RowSpec
+    unit: int  # what steps but those of channels are multiples of
+    d: int  # head dim of Q
+    q_run: int  # tiles that a program packs
+    q_unscaled: bool  # Q has no scale
+    q_per_row: bool  # Q has a descale a row
+    q_per_tile: bool  # Q has a descale a tile, which is a block
+    q_per_block: bool  # Q has a descale a block of several tiles
+    qk_largest: float  # the largest magnitude that Q becomes
+    cap_registers: bool  # ptxas is told of a maximum
+    varlen: bool  # the sequences of a batch follow each other
+    wide: bool  # addresses need 64 bits
+    rows: RowSpec  # what is done to rows before they are scaled; with `has_lse_shift` `lse_shift` is stored
 
 
 def pack_q(

@@ -34,37 +34,21 @@ STEP_BLOCKS = 64
 
 
 class RecentreSpec(NamedTuple):
-    """Constants that the kernel is compiled for.
+    """Constants that the kernel is compiled for."""
 
-    Attributes:
-        v_d_step: from a channel of V to the next.
-        unit: what the other steps are multiples of.
-        d_v: head dim of V.
-        max_tiles: the power of two that holds a row's tiles.
-        chunk: blocks that a step reads.
-        largest: the format's largest number.
-        room: what still rounds to that.
-        per_channel: V has a descale a channel; otherwise a head.
-        center: V's mean is corrected.
-        least: keys of a sequence whose mean is corrected, at least.
-        varlen: the sequences of a batch follow each other.
-        wide: addresses need 64 bits.
-        is_cuda: the kernel is compiled; otherwise interpreted.
-    """
-
-    v_d_step: int
-    unit: int
-    d_v: int
-    max_tiles: int
-    chunk: int
-    largest: float
-    room: float
-    per_channel: bool
-    center: bool
-    least: int
-    varlen: bool
-    wide: bool
-    is_cuda: bool
+    v_d_step: int  # from a channel of V to the next
+    unit: int  # what the other steps are multiples of
+    d_v: int  # head dim of V
+    max_tiles: int  # the power of two that holds a row's tiles
+    chunk: int  # blocks that a step reads
+    largest: float  # the format's largest number
+    room: float  # what still rounds to that
+    per_channel: bool  # V has a descale a channel; otherwise a head
+    center: bool  # V's mean is corrected
+    least: int  # keys of a sequence whose mean is corrected, at least
+    varlen: bool  # the sequences of a batch follow each other
+    wide: bool  # addresses need 64 bits
+    is_cuda: bool  # the kernel is compiled; otherwise interpreted
 
 
 def recentre(

@@ -43,20 +43,14 @@ ROW_STEP_ELEMENTS = 4096
 
 
 class Sampled(NamedTuple):
-    """What `pack` needs to know of Q, K and V.
+    """What `pack` needs to know of Q, K and V."""
 
-    Attributes:
-        v_amax: fp32 [B * H_kv, D_row], what V's descales are to hold of the centred channels; of no meaning where V
-            becomes 16-bit, or descales are given.
-        k_mean: fp32 [B * H_kv, D_row] with smooth_k, otherwise [1, 1] of no meaning.
-        v_mean: fp32 [B * H_kv, D_v_pad], zeros without center_v.
-        channel_factors: fp32 [B * H_kv, D_row] with equalise, otherwise [1, 1] of no meaning.
-    """
-
+    # fp32 [B * H_kv, D_row], what V's descales are to hold of the centred channels; of no meaning where V becomes
+    # 16-bit, or descales are given.
     v_amax: torch.Tensor
-    k_mean: torch.Tensor
-    v_mean: torch.Tensor
-    channel_factors: torch.Tensor
+    k_mean: torch.Tensor  # fp32 [B * H_kv, D_row] with smooth_k, otherwise [1, 1] of no meaning
+    v_mean: torch.Tensor  # fp32 [B * H_kv, D_v_pad], zeros without center_v
+    channel_factors: torch.Tensor  # fp32 [B * H_kv, D_row] with equalise, otherwise [1, 1] of no meaning
 
 
 def sampled_head(
@@ -207,61 +201,33 @@ def significant_mean(
 
 
 class SampleSpec(NamedTuple):
-    """Constants that the kernel is compiled for.
+    """Constants that the kernel is compiled for."""
 
-    Attributes:
-        q_d_step: from a channel of Q to the next.
-        k_d_step: of K.
-        v_d_step: of V.
-        unit: what the other steps are multiples of.
-        d: head dim of Q and K.
-        d_v: of V.
-        d_tile: channels of a program.
-        step: keys that a program reads at once.
-        samples: keys of a sample, at most.
-        equalised_rows: rows of Q, and pairs of rows of K, that give the factors of channels.
-        headroom: what V's maxima are multiplied by.
-        threshold: of significant means, as `SIGNIFICANT_MEAN` has it.
-        smooth_k: K's mean is subtracted.
-        center_v: V's mean is found.
-        rotary: channels of Q and K that are rotated.
-        pairing: how, as `lib.rope` has it.
-        explicit_q_positions: Q has positions of its own.
-        explicit_k_positions: K has.
-        q_normed: which channels of Q share a mean of squares, as `lib.norm` has it.
-        q_eps: what is added to that.
-        normed: of K.
-        eps: of K.
-        varlen: the sequences of a batch follow each other.
-        wide: addresses need 64 bits.
-        is_cuda: the kernel is compiled; otherwise interpreted.
-    """
-
-    q_d_step: int
-    k_d_step: int
-    v_d_step: int
-    unit: int
-    d: int
-    d_v: int
-    d_tile: int
-    step: int
-    samples: int
-    equalised_rows: int
-    headroom: float
-    threshold: float
-    smooth_k: bool
-    center_v: bool
-    rotary: int
-    pairing: int
-    explicit_q_positions: bool
-    explicit_k_positions: bool
-    q_normed: int
-    q_eps: float
-    normed: int
-    eps: float
-    varlen: bool
-    wide: bool
-    is_cuda: bool
+    q_d_step: int  # from a channel of Q to the next
+    k_d_step: int  # of K
+    v_d_step: int  # of V
+    unit: int  # what the other steps are multiples of
+    d: int  # head dim of Q and K
+    d_v: int  # of V
+    d_tile: int  # channels of a program
+    step: int  # keys that a program reads at once
+    samples: int  # keys of a sample, at most
+    equalised_rows: int  # rows of Q, and pairs of rows of K, that give the factors of channels
+    headroom: float  # what V's maxima are multiplied by
+    threshold: float  # of significant means, as `SIGNIFICANT_MEAN` has it
+    smooth_k: bool  # K's mean is subtracted
+    center_v: bool  # V's mean is found
+    rotary: int  # channels of Q and K that are rotated
+    pairing: int  # how, as `lib.rope` has it
+    explicit_q_positions: bool  # Q has positions of its own
+    explicit_k_positions: bool  # K has
+    q_normed: int  # which channels of Q share a mean of squares, as `lib.norm` has it
+    q_eps: float  # what is added to that
+    normed: int  # of K
+    eps: float  # of K
+    varlen: bool  # the sequences of a batch follow each other
+    wide: bool  # addresses need 64 bits
+    is_cuda: bool  # the kernel is compiled; otherwise interpreted
 
 
 def sample(

@@ -61,17 +61,11 @@ def store_fields(
 
 
 class DescribeSpec(NamedTuple):
-    """Constants that the kernel is compiled for.
+    """Constants that the kernel is compiled for."""
 
-    Attributes:
-        bm: rows of a block of Q.
-        bn: keys of a block of K and V.
-        chunk: sequences that a program reads at once, and blocks that it describes.
-    """
-
-    bm: int
-    bn: int
-    chunk: int
+    bm: int  # rows of a block of Q
+    bn: int  # keys of a block of K and V
+    chunk: int  # sequences that a program reads at once, and blocks that it describes
 
 
 def describe(
@@ -215,17 +209,11 @@ kernel = by_device(describe, Config(num_warps=4, indexing="pointer"))
 
 
 class Sequences(NamedTuple):
-    """Where sequences lie.
+    """Where sequences lie."""
 
-    Attributes:
-        q_blocks: int32 [M_blocks, Q_FIELDS].
-        k_blocks: int32 [N_blocks, K_FIELDS].
-        sequences: int32 [B, SEQUENCE_FIELDS].
-    """
-
-    q_blocks: torch.Tensor
-    k_blocks: torch.Tensor
-    sequences: torch.Tensor
+    q_blocks: torch.Tensor  # int32 [M_blocks, Q_FIELDS]
+    k_blocks: torch.Tensor  # int32 [N_blocks, K_FIELDS]
+    sequences: torch.Tensor  # int32 [B, SEQUENCE_FIELDS]
 
 
 def launch(cu_q: torch.Tensor, cu_k: torch.Tensor, m_tokens: int, n_tokens: int, bm: int, bn: int) -> Sequences:

@@ -25,23 +25,14 @@ CHANNELS = 64
 
 
 class TailSpec(NamedTuple):
-    """Constants that the kernels are compiled for.
+    """Constants that the kernels are compiled for."""
 
-    Attributes:
-        k_tile: channels of K that a program copies.
-        v_tile: of V.
-        k_block_descales: K has a descale a block; otherwise none.
-        v_transposed: V is of 8 bits.
-        largest: the largest magnitude that K becomes.
-        is_cuda: the kernels are compiled; otherwise interpreted.
-    """
-
-    k_tile: int
-    v_tile: int
-    k_block_descales: bool
-    v_transposed: bool
-    largest: float
-    is_cuda: bool
+    k_tile: int  # channels of K that a program copies
+    v_tile: int  # of V
+    k_block_descales: bool  # K has a descale a block; otherwise none
+    v_transposed: bool  # V is of 8 bits
+    largest: float  # the largest magnitude that K becomes
+    is_cuda: bool  # the kernels are compiled; otherwise interpreted
 
 
 def copy_blocks(

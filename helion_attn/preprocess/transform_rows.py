@@ -26,19 +26,12 @@ from helion_attn.problem import TransformRowsArgs
 
 
 class TransformSpec(NamedTuple):
-    """Constants that the kernel is compiled for.
+    """Constants that the kernel is compiled for."""
 
-    Attributes:
-        unit: what steps but those of channels are multiples of.
-        n: rows of a tile.
-        run: tiles of a program.
-        rows: what is done to rows.
-    """
-
-    unit: int
-    n: int
-    run: int
-    rows: RowSpec
+    unit: int  # what steps but those of channels are multiples of
+    n: int  # rows of a tile
+    run: int  # tiles of a program
+    rows: RowSpec  # what is done to rows
 
 
 def transform(

@@ -21,44 +21,27 @@ TILE = 8192
 
 
 class TokenLists(NamedTuple):
-    """Where tokens of packed sequences lie in the packed format, int32; all None for dense tensors.
+    """Where tokens of packed sequences lie in the packed format, int32; all None for dense tensors."""
 
-    Attributes:
-        q_row: [M], of a token of Q its row among those of all blocks.
-        q_sequence: [M], and its sequence.
-        k_row: [N], of K.
-        k_sequence: [N], of K.
-        k_token: [N_blocks * bn], of a row of K and V its token; -1 of none.
-        k_block_sequence: [N_blocks], of a block of K and V its sequence.
-    """
-
-    q_row: torch.Tensor | None
-    q_sequence: torch.Tensor | None
-    k_row: torch.Tensor | None
-    k_sequence: torch.Tensor | None
-    k_token: torch.Tensor | None
-    k_block_sequence: torch.Tensor | None
+    q_row: torch.Tensor | None  # [M], of a token of Q its row among those of all blocks
+    q_sequence: torch.Tensor | None  # [M], and its sequence
+    k_row: torch.Tensor | None  # [N], of K
+    k_sequence: torch.Tensor | None  # [N], of K
+    k_token: torch.Tensor | None  # [N_blocks * bn], of a row of K and V its token; -1 of none
+    k_block_sequence: torch.Tensor | None  # [N_blocks], of a block of K and V its sequence
 
 
 NO_LISTS = TokenLists(None, None, None, None, None, None)
 
 
 class UnpackSpec(NamedTuple):
-    """Constants that the kernel of rows is compiled for.
+    """Constants that the kernel of rows is compiled for."""
 
-    Attributes:
-        n: rows of a tile; they divide those of a block.
-        shared: rows of a descale.
-        reflected: channels whose reflection is undone.
-        factors: 1 to multiply by channel factors, as of K, -1 to divide by them, as of Q; 0 for none.
-        listed: tokens are of packed sequences.
-    """
-
-    n: int
-    shared: int
-    reflected: int
-    factors: int
-    listed: bool
+    n: int  # rows of a tile; they divide those of a block
+    shared: int  # rows of a descale
+    reflected: int  # channels whose reflection is undone
+    factors: int  # 1 to multiply by channel factors, as of K, -1 to divide by them, as of Q; 0 for none
+    listed: bool  # tokens are of packed sequences
 
 
 def unpack_rows(
@@ -116,15 +99,10 @@ def unpack_rows(
 
 
 class ValuesSpec(NamedTuple):
-    """Constants that the kernel of V is compiled for.
+    """Constants that the kernel of V is compiled for."""
 
-    Attributes:
-        d_pad: channels of a block.
-        listed: tokens are of packed sequences, whose blocks have descales each.
-    """
-
-    d_pad: int
-    listed: bool
+    d_pad: int  # channels of a block
+    listed: bool  # tokens are of packed sequences, whose blocks have descales each
 
 
 def unpack_values(

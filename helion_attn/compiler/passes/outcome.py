@@ -11,19 +11,12 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Outcome:
-    """The change that a pass made, or why it made none.
+    """The change that a pass made, or why it made none."""
 
-    Attributes:
-        name: of the pass.
-        applied: whether it changed the code.
-        reason: what it did, or why it did not apply.
-        text: the code after it; as it was if the pass did not apply.
-    """
-
-    name: str
-    applied: bool
-    reason: str
-    text: str = field(default="", repr=False)
+    name: str  # of the pass
+    applied: bool  # whether it changed the code
+    reason: str  # what it did, or why it did not apply
+    text: str = field(default="", repr=False)  # the code after it; as it was if the pass did not apply
 
     def __str__(self) -> str:
         return f"{self.name}: {'applied' if self.applied else 'refused'}, {self.reason}"

@@ -88,19 +88,12 @@ def indentation(line: str) -> str:
 
 @dataclass(frozen=True)
 class Loop:
-    """The hot loop of a kernel, which is the first that holds no other, in the lines of its module.
+    """The hot loop of a kernel, which is the first that holds no other, in the lines of its module."""
 
-    Attributes:
-        before: the lines in front of it.
-        head: its first line.
-        body: the lines of its iteration.
-        after: the line that ends it, and the lines after that.
-    """
-
-    before: list[str]
-    head: str
-    body: list[str]
-    after: list[str]
+    before: list[str]  # the lines in front of it
+    head: str  # its first line
+    body: list[str]  # the lines of its iteration
+    after: list[str]  # the line that ends it, and the lines after that
 
     @classmethod
     def of(cls, text: str) -> Loop:

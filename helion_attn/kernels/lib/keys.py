@@ -26,23 +26,14 @@ from helion_attn.problem import RankChunks
 
 
 class Keys(NamedTuple):
-    """The key blocks of a program. Blocks from `left` up to `full` are seen whole by all of its rows.
+    """The key blocks of a program. Blocks from `left` up to `full` are seen whole by all of its rows."""
 
-    Attributes:
-        begin: the first block that some row sees.
-        left: the first block after the left edge of every row.
-        full: the first block with the right edge of some row.
-        stop: the first block that no row sees any more.
-        head_first: of chunks, where the head's blocks begin on a rank.
-        first_descale: of chunks, where the head's descales of blocks begin.
-    """
-
-    begin: Int
-    left: Int
-    full: Int
-    stop: Int
-    head_first: Int
-    first_descale: Int
+    begin: Int  # the first block that some row sees
+    left: Int  # the first block after the left edge of every row
+    full: Int  # the first block with the right edge of some row
+    stop: Int  # the first block that no row sees any more
+    head_first: Int  # of chunks, where the head's blocks begin on a rank
+    first_descale: Int  # of chunks, where the head's descales of blocks begin
 
 
 def keys_of(
@@ -227,17 +218,11 @@ def sequence_of(
 
 
 class SplitLists(NamedTuple):
-    """The splits of all sequences, which do not have as many, one after the other: from `kernels.dynamic_splits`.
+    """The splits of all sequences, which do not have as many, one after the other: from `kernels.dynamic_splits`."""
 
-    Attributes:
-        sequence_of_split: int32, of each split its sequence; -1 behind the last one.
-        first_split: int32 [B], where a sequence's begin.
-        own_splits: int32 [B], how many it has.
-    """
-
-    sequence_of_split: torch.Tensor
-    first_split: torch.Tensor
-    own_splits: torch.Tensor
+    sequence_of_split: torch.Tensor  # int32, of each split its sequence; -1 behind the last one
+    first_split: torch.Tensor  # int32 [B], where a sequence's begin
+    own_splits: torch.Tensor  # int32 [B], how many it has
 
 
 def split_at(

@@ -12,15 +12,10 @@ from helion_attn.options import ScoreSpec
 
 
 class Bounds(NamedTuple):
-    """From and up to which position each row sees keys, as `MultiRankArgs` has it.
+    """From and up to which position each row sees keys, as `MultiRankArgs` has it."""
 
-    Attributes:
-        rows: int32 [2, M_blocks * bm].
-        blocks: int32 [M_blocks, 4].
-    """
-
-    rows: torch.Tensor
-    blocks: torch.Tensor
+    rows: torch.Tensor  # int32 [2, M_blocks * bm]
+    blocks: torch.Tensor  # int32 [M_blocks, 4]
 
 
 def visible_keys(

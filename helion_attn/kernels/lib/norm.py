@@ -14,19 +14,12 @@ NO_NORM, BY_HEAD, OVER_HEADS = 0, 1, 2
 
 
 class Norm(NamedTuple):
-    """An RMSNorm of Q or K, or its absence, as the kernels take it.
+    """An RMSNorm of Q or K, or its absence, as the kernels take it."""
 
-    Attributes:
-        weight: [D], or [heads * D] if over heads.
-        factors: fp32 [B * S] if over heads: `1 / sqrt(mean of squares + eps)` of each token.
-        normed: NO_NORM, BY_HEAD or OVER_HEADS.
-        eps: what is added to the mean of squares.
-    """
-
-    weight: torch.Tensor
-    factors: torch.Tensor
-    normed: int
-    eps: float
+    weight: torch.Tensor  # [D], or [heads * D] if over heads
+    factors: torch.Tensor  # fp32 [B * S] if over heads: `1 / sqrt(mean of squares + eps)` of each token
+    normed: int  # NO_NORM, BY_HEAD or OVER_HEADS
+    eps: float  # what is added to the mean of squares
 
 
 class Norms(NamedTuple):

@@ -430,23 +430,14 @@ def max_fused_scale(k_dtype: torch.dtype, d_in_halves: bool, has_softcap: bool) 
 
 
 class PagedGrid(NamedTuple):
-    """The programs of a launch.
+    """The programs of a launch."""
 
-    Attributes:
-        rows: query rows of a tile.
-        m_tiles: tiles of a KV head and sequence; of a packed batch `fp8_attn_prefill` has those of all sequences.
-        splits: of the pages that a query sees, a program each; with `lists` of all sequences.
-        split_rows: rows of out and lse that a split has.
-        is_split_kv: whether results are splits', which are merged.
-        lists: where sequences have splits of their own.
-    """
-
-    rows: int
-    m_tiles: int
-    splits: int
-    split_rows: int
-    is_split_kv: bool
-    lists: SplitLists | None = None
+    rows: int  # query rows of a tile
+    m_tiles: int  # tiles of a KV head and sequence; of a packed batch `fp8_attn_prefill` has those of all sequences
+    splits: int  # of the pages that a query sees, a program each; with `lists` of all sequences
+    split_rows: int  # rows of out and lse that a split has
+    is_split_kv: bool  # whether results are splits', which are merged
+    lists: SplitLists | None = None  # where sequences have splits of their own
 
 
 def launch_paged(

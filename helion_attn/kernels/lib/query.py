@@ -19,15 +19,10 @@ from helion_attn.problem import NO_ROPE_ARGUMENTS, AttentionArgs, RopeArgs
 
 
 class Query(NamedTuple):
-    """A Q that a launch quantises.
+    """A Q that a launch quantises."""
 
-    Attributes:
-        q: [B, H, M, D].
-        rope: rotates it first.
-    """
-
-    q: torch.Tensor
-    rope: RopeArgs
+    q: torch.Tensor  # [B, H, M, D]
+    rope: RopeArgs  # rotates it first
 
 
 def query_arguments(query: Query | None, a: AttentionArgs, bm: int) -> tuple[dict[str, Any], QuerySpec | None]:

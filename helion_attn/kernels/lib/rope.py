@@ -18,27 +18,16 @@ NO_ROPE, HALF_SPLIT, INTERLEAVED, PART_SPLIT = 0, 1, 2, 3
 
 
 class RopeTables(NamedTuple):
-    """A `Rope`, or its absence, as the kernels take it.
+    """A `Rope`, or its absence, as the kernels take it."""
 
-    Attributes:
-        cos: [table_rows * rotary / 2].
-        sin: likewise.
-        q_positions: [M], or anything if not `explicit[0]`.
-        k_positions: [N], or anything if not `explicit[1]`.
-        explicit: whether Q and K have positions of their own.
-        pairing: NO_ROPE, HALF_SPLIT, INTERLEAVED or PART_SPLIT.
-        rotary: channels that are rotated.
-        table_rows: positions in the table.
-    """
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-    q_positions: torch.Tensor
-    k_positions: torch.Tensor
-    explicit: tuple[bool, bool]
-    pairing: int
-    rotary: int
-    table_rows: int
+    cos: torch.Tensor  # [table_rows * rotary / 2]
+    sin: torch.Tensor  # likewise
+    q_positions: torch.Tensor  # [M], or anything if not `explicit[0]`
+    k_positions: torch.Tensor  # [N], or anything if not `explicit[1]`
+    explicit: tuple[bool, bool]  # whether Q and K have positions of their own
+    pairing: int  # NO_ROPE, HALF_SPLIT, INTERLEAVED or PART_SPLIT
+    rotary: int  # channels that are rotated
+    table_rows: int  # positions in the table
 
     def arguments(self) -> dict[str, Any]:
         """Return all of it, by the names of kernels' arguments."""

@@ -18,39 +18,22 @@ from helion_attn.problem import ListSteps, RankChunks
 
 
 class Rows(NamedTuple):
-    """The query rows of a program.
+    """The query rows of a program."""
 
-    Attributes:
-        bh: their head; where a group's heads share tiles, that of K.
-        kv: the head of K and V.
-        m_block: their block, of all of a head's.
-        begin: the first row, and so `end`: in the output.
-        end: where the rows of the head, the chunk or the sequence end.
-        diagonal: the key that a causal mask shows the first row last.
-        queries: how many queries there are at most.
-        mean_row: the row of V's mean.
-        descale_row: the row of V's descale, and of K's if a head has one.
-        key_end: where the keys of the head, of all chunks or of the sequence end.
-        first_key_block: of packed sequences, the first packed block of keys.
-        keys: of packed sequences, how many there are; negative if the rows are of no sequence.
-        first_entry: where the entries of their list begin.
-        num_kv_blocks: how many key blocks the list has.
-    """
-
-    bh: Int
-    kv: Int
-    m_block: Int
-    begin: Int
-    end: Int
-    diagonal: Int
-    queries: Int
-    mean_row: Int
-    descale_row: Int
-    key_end: Int
-    first_key_block: Int
-    keys: Int
-    first_entry: Int
-    num_kv_blocks: Int
+    bh: Int  # their head; where a group's heads share tiles, that of K
+    kv: Int  # the head of K and V
+    m_block: Int  # their block, of all of a head's
+    begin: Int  # the first row, and so `end`: in the output
+    end: Int  # where the rows of the head, the chunk or the sequence end
+    diagonal: Int  # the key that a causal mask shows the first row last
+    queries: Int  # how many queries there are at most
+    mean_row: Int  # the row of V's mean
+    descale_row: Int  # the row of V's descale, and of K's if a head has one
+    key_end: Int  # where the keys of the head, of all chunks or of the sequence end
+    first_key_block: Int  # of packed sequences, the first packed block of keys
+    keys: Int  # of packed sequences, how many there are; negative if the rows are of no sequence
+    first_entry: Int  # where the entries of their list begin
+    num_kv_blocks: Int  # how many key blocks the list has
 
 
 def rows_of(

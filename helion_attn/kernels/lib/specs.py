@@ -12,123 +12,66 @@ from helion_attn.options import ScoreSpec
 
 
 class RowSpec(NamedTuple):
-    """Constants of `lib.row_layout.row_tile`, which prepares rows of Q or K before they are scaled.
+    """Constants of `lib.row_layout.row_tile`, which prepares rows of Q or K before they are scaled."""
 
-    Attributes:
-        d_row: the power of two that holds a row.
-        d_step: from a channel to the next in memory.
-        rotary: channels that RoPE turns.
-        pairing: how, as `lib.rope` has it.
-        explicit_positions: rows have positions of their own.
-        normed: which channels share a mean of squares, as `lib.norm` has it.
-        eps: what is added to that.
-        has_lse_shift: `lse_shift` is asked for, rows' products with K's mean.
-        subtract_mean: K's mean is subtracted.
-        equalise: channels are multiplied by their factors.
-        divide: they are divided by these instead: rows of K.
-        vectors_first: mean and factors are loaded before rows, once for all tiles.
-        hadamard: rows are rotated by a Hadamard matrix.
-        rotate_first: before the mean is subtracted.
-        two_terms: rows are two terms of bf16 in that rotation.
-        reflected: channels that are reflected, or 0.
-        is_cuda: the kernel is compiled; otherwise interpreted.
-    """
-
-    d_row: int
-    d_step: int
-    rotary: int
-    pairing: int
-    explicit_positions: bool
-    normed: int
-    eps: float
-    has_lse_shift: bool
-    subtract_mean: bool
-    equalise: bool
-    divide: bool
-    vectors_first: bool
-    hadamard: bool
-    rotate_first: bool
-    two_terms: bool
-    reflected: int
-    is_cuda: bool
+    d_row: int  # the power of two that holds a row
+    d_step: int  # from a channel to the next in memory
+    rotary: int  # channels that RoPE turns
+    pairing: int  # how, as `lib.rope` has it
+    explicit_positions: bool  # rows have positions of their own
+    normed: int  # which channels share a mean of squares, as `lib.norm` has it
+    eps: float  # what is added to that
+    has_lse_shift: bool  # `lse_shift` is asked for, rows' products with K's mean
+    subtract_mean: bool  # K's mean is subtracted
+    equalise: bool  # channels are multiplied by their factors
+    divide: bool  # they are divided by these instead: rows of K
+    vectors_first: bool  # mean and factors are loaded before rows, once for all tiles
+    hadamard: bool  # rows are rotated by a Hadamard matrix
+    rotate_first: bool  # before the mean is subtracted
+    two_terms: bool  # rows are two terms of bf16 in that rotation
+    reflected: int  # channels that are reflected, or 0
+    is_cuda: bool  # the kernel is compiled; otherwise interpreted
 
 
 class QuerySpec(NamedTuple):
-    """How the attention kernel quantises Q.
+    """How the attention kernel quantises Q."""
 
-    Attributes:
-        d: head dim of Q.
-        vector_row: width of the rows of `k_mean` and `channel_factors`.
-        unit: what steps but those of channels are multiples of.
-        largest: the largest magnitude of a quantised row.
-        rows: what is done to rows first.
-    """
-
-    d: int
-    vector_row: int
-    unit: int
-    largest: float
-    rows: RowSpec
+    d: int  # head dim of Q
+    vector_row: int  # width of the rows of `k_mean` and `channel_factors`
+    unit: int  # what steps but those of channels are multiples of
+    largest: float  # the largest magnitude of a quantised row
+    rows: RowSpec  # what is done to rows first
 
 
 class AttentionSpec(NamedTuple):
-    """What `fp8_attn_fwd` is compiled for, and `fp8_attn_fwd_large_d`.
+    """What `fp8_attn_fwd` is compiled for, and `fp8_attn_fwd_large_d`."""
 
-    Attributes:
-        s_bias: how much too large scores are as the tensor core gives them.
-        max_fused_scale: the largest scale of scores that one FMA takes.
-        p_offset_log2: the largest P is 2 to it.
-        q_row_descales: Q has a descale a row; otherwise a block.
-        k_block_descales: K has a descale a block; otherwise a head.
-        v_channel_descales: V has a descale a channel; otherwise a head.
-        scores: which there are, and what is done to them.
-        two_level: P V is summed in fp32, a product a block.
-        block_max: P is relative to its block's own maximum.
-        is_cuda: the kernel is compiled; otherwise interpreted.
-        first_block_max: P's reference is that of the first block that a row sees.
-        schraudolph_exp2: P's bits are linear in the score (Schraudolph), without an exponential.
-        half_scores: scores are fp16.
-        split_v: P V is two products, of half of V's channels each.
-        varlen: the sequences of a batch follow each other.
-        is_split_kv: split-KV: a program has a split of its key blocks.
-        pack_gqa: the heads of a group share tiles.
-        group_log2: two to it are the rows of a query, with `pack_gqa`.
-        bn_log2: two to it are the keys of a block.
-        multi_rank: keys and rows are in chunks, of several ranks.
-        zigzag: a rank has two chunks, as `RankChunks` says.
-        same_kv_layout: V's blocks of a rank lie as K's do.
-        row_ranges: a row sees the keys from one position up to another.
-        block_sparse: a program has the key blocks of its KV list.
-        has_tail: key blocks that are not listed count by their means, in blocks behind those of keys.
-        query: how Q is quantised; None if it is packed.
-    """
-
-    s_bias: float
-    max_fused_scale: float
-    p_offset_log2: float
-    q_row_descales: bool
-    k_block_descales: bool
-    v_channel_descales: bool
-    scores: ScoreSpec
-    two_level: bool
-    block_max: bool
-    is_cuda: bool
-    first_block_max: bool = False
-    schraudolph_exp2: bool = False
-    half_scores: bool = False
-    split_v: bool = False
-    varlen: bool = False
-    is_split_kv: bool = False
-    pack_gqa: bool = False
-    group_log2: int = 0
-    bn_log2: int = 0
-    multi_rank: bool = False
-    zigzag: bool = False
-    same_kv_layout: bool = False
-    row_ranges: bool = False
-    block_sparse: bool = False
-    has_tail: bool = False
-    query: QuerySpec | None = None
+    s_bias: float  # how much too large scores are as the tensor core gives them
+    max_fused_scale: float  # the largest scale of scores that one FMA takes
+    p_offset_log2: float  # the largest P is 2 to it
+    q_row_descales: bool  # Q has a descale a row; otherwise a block
+    k_block_descales: bool  # K has a descale a block; otherwise a head
+    v_channel_descales: bool  # V has a descale a channel; otherwise a head
+    scores: ScoreSpec  # which there are, and what is done to them
+    two_level: bool  # P V is summed in fp32, a product a block
+    block_max: bool  # P is relative to its block's own maximum
+    is_cuda: bool  # the kernel is compiled; otherwise interpreted
+    first_block_max: bool = False  # P's reference is that of the first block that a row sees
+    schraudolph_exp2: bool = False  # P's bits are linear in the score (Schraudolph), without an exponential
+    half_scores: bool = False  # scores are fp16
+    split_v: bool = False  # P V is two products, of half of V's channels each
+    varlen: bool = False  # the sequences of a batch follow each other
+    is_split_kv: bool = False  # split-KV: a program has a split of its key blocks
+    pack_gqa: bool = False  # the heads of a group share tiles
+    group_log2: int = 0  # two to it are the rows of a query, with `pack_gqa`
+    bn_log2: int = 0  # two to it are the keys of a block
+    multi_rank: bool = False  # keys and rows are in chunks, of several ranks
+    zigzag: bool = False  # a rank has two chunks, as `RankChunks` says
+    same_kv_layout: bool = False  # V's blocks of a rank lie as K's do
+    row_ranges: bool = False  # a row sees the keys from one position up to another
+    block_sparse: bool = False  # a program has the key blocks of its KV list
+    has_tail: bool = False  # key blocks that are not listed count by their means, in blocks behind those of keys
+    query: QuerySpec | None = None  # how Q is quantised; None if it is packed
 
     @property
     def softmax_bias(self) -> float:
@@ -174,69 +117,39 @@ class AttentionSpec(NamedTuple):
 
 
 class LargeSpec(NamedTuple):
-    """What `fp8_attn_fwd_large_d` is compiled for besides an `AttentionSpec`.
+    """What `fp8_attn_fwd_large_d` is compiled for besides an `AttentionSpec`."""
 
-    Attributes:
-        v_slices: slices of V's channels, a program each.
-        v_count: wide pieces of a slice.
-        has_narrow_d: Q and K have a piece that is not wide.
-        has_narrow_v: V's slices do.
-    """
-
-    v_slices: int
-    v_count: int
-    has_narrow_d: bool
-    has_narrow_v: bool
+    v_slices: int  # slices of V's channels, a program each
+    v_count: int  # wide pieces of a slice
+    has_narrow_d: bool  # Q and K have a piece that is not wide
+    has_narrow_v: bool  # V's slices do
 
 
 class PagedSpec(NamedTuple):
-    """What `fp8_attn_decode` and `fp8_attn_prefill` are compiled for.
+    """What `fp8_attn_decode` and `fp8_attn_prefill` are compiled for."""
 
-    Attributes:
-        rows: query rows of a tile.
-        bn_log2: two to it are the keys of a page.
-        split_v: P V is two products, of half of a program's channels each.
-        d_in_halves: Q and K have two pieces, of half of their channels each.
-        v_parts: parts of V's channels, a program each; 1 in `fp8_attn_decode`.
-        is_split_kv: the pages of a query are split over programs.
-        has_open_pages: some pages come from `OpenPages`.
-        batch: a power of two that holds the sequences of a packed batch, which have different numbers of queries; or 0.
-        d: head dim of Q.
-        d_step: from a channel of Q to the next.
-        unit: what Q's other steps are multiples of.
-        equalise: Q's channels are multiplied by the cache's factors.
-        q_largest: the largest magnitude of a quantised row.
-        int8_keys: Q and K are int8.
-        s_bias: how much too large scores are as the tensor core gives them.
-        max_fused_scale: the largest scale of a row's scores up to which one FMA takes them to P.
-        may_be_wide: no softcap keeps scores within `MAX_PAGE_SCORE_LOG2`.
-        p_bits: P's bits come from scores, and row sums are of the rounded P.
-        p_steps: an octave of P on the line that a score is taken to: `E4M3_STEPS` with `p_bits`, or 1.
-        p_one: and where P is 1 on it.
-        p_offset_log2: and the rest, as in `AttentionSpec`.
-    """
-
-    rows: int
-    bn_log2: int
-    split_v: bool
-    d_in_halves: bool
-    v_parts: int
-    is_split_kv: bool
-    has_open_pages: bool
+    rows: int  # query rows of a tile
+    bn_log2: int  # two to it are the keys of a page
+    split_v: bool  # P V is two products, of half of a program's channels each
+    d_in_halves: bool  # Q and K have two pieces, of half of their channels each
+    v_parts: int  # parts of V's channels, a program each; 1 in `fp8_attn_decode`
+    is_split_kv: bool  # the pages of a query are split over programs
+    has_open_pages: bool  # some pages come from `OpenPages`
+    # A power of two that holds the sequences of a packed batch, which have different numbers of queries; or 0.
     batch: int
-    d: int
-    d_step: int
-    unit: int
-    equalise: bool
-    q_largest: float
-    int8_keys: bool
-    s_bias: float
-    max_fused_scale: float
-    may_be_wide: bool
-    p_bits: bool
-    p_steps: float
-    p_one: float
-    p_offset_log2: float
+    d: int  # head dim of Q
+    d_step: int  # from a channel of Q to the next
+    unit: int  # what Q's other steps are multiples of
+    equalise: bool  # Q's channels are multiplied by the cache's factors
+    q_largest: float  # the largest magnitude of a quantised row
+    int8_keys: bool  # Q and K are int8
+    s_bias: float  # how much too large scores are as the tensor core gives them
+    max_fused_scale: float  # the largest scale of a row's scores up to which one FMA takes them to P
+    may_be_wide: bool  # no softcap keeps scores within `MAX_PAGE_SCORE_LOG2`
+    p_bits: bool  # P's bits come from scores, and row sums are of the rounded P
+    p_steps: float  # an octave of P on the line that a score is taken to: `E4M3_STEPS` with `p_bits`, or 1
+    p_one: float  # and where P is 1 on it
+    p_offset_log2: float  # and the rest, as in `AttentionSpec`
     scores: ScoreSpec
     is_cuda: bool
 

@@ -63,33 +63,22 @@ def flat_memory(x: torch.Tensor) -> torch.Tensor:
 
 
 class StridedQKV(NamedTuple):
-    """Q, K and V as the kernels take them: see `StridedRows`.
+    """Q, K and V as the kernels take them: see `StridedRows`."""
 
-    Attributes:
-        flat: of Q, K, V.
-        steps: b, h and s steps of Q, of K, of V.
-        d_steps: of Q, K, V.
-        unit: what the steps are multiples of.
-        B: and H, H_kv, M, N, D, D_v: sizes.
-        D_pad: padded head dim of Q and K.
-        D_v_pad: padded head dim of V.
-        D_row: width of the kernels' tiles and of what they know of channels.
-    """
-
-    flat: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    steps: tuple[int, ...]
-    d_steps: tuple[int, int, int]
-    unit: int
-    B: int
+    flat: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of Q, K, V
+    steps: tuple[int, ...]  # b, h and s steps of Q, of K, of V
+    d_steps: tuple[int, int, int]  # of Q, K, V
+    unit: int  # what the steps are multiples of
+    B: int  # and H, H_kv, M, N, D, D_v: sizes
     H: int
     H_kv: int
     M: int
     N: int
     D: int
     D_v: int
-    D_pad: int
-    D_v_pad: int
-    D_row: int
+    D_pad: int  # padded head dim of Q and K
+    D_v_pad: int  # padded head dim of V
+    D_row: int  # width of the kernels' tiles and of what they know of channels
 
     def arguments(self, of: str) -> dict[str, Any]:
         """Return the tensors `of` and their steps but `d_steps`, by the names of kernels' arguments."""

@@ -47,43 +47,25 @@ NARROW_REGISTERS = 80
 
 
 class Tiling(NamedTuple):
-    """How the kernel cuts its work.
+    """How the kernel cuts its work."""
 
-    Attributes:
-        q_tile: rows of Q that are one tile; of `q_run` tiles a program.
-        k_tile: keys of K; of `k_run` tiles a program.
-        d_tile: channels of V that a program packs.
-        q_per_block: a program packs a block of several tiles, which has a descale, and reads it twice.
-        k_per_block: likewise.
-        rotate_first: K's mean is rotated and then subtracted, not the other way round.
-        two_terms: rows are two terms of bf16 in the rotation.
-        q_vectors_first: factors of channels, and K's mean, are loaded in front of a program's tiles of Q.
-        k_vectors_first: likewise.
-        q_warps: of a program that packs Q.
-        kv_warps: of one that packs K or V.
-        q_registers: of its thread, or None for ptxas' choice.
-        kv_registers: likewise.
-        q_in_flight: tiles of Q that are loaded at once.
-        k_in_flight: likewise.
-    """
-
-    q_tile: int
-    k_tile: int
-    d_tile: int
+    q_tile: int  # rows of Q that are one tile; of `q_run` tiles a program
+    k_tile: int  # keys of K; of `k_run` tiles a program
+    d_tile: int  # channels of V that a program packs
     q_run: int
     k_run: int
-    q_per_block: bool
-    k_per_block: bool
-    rotate_first: bool
-    two_terms: bool
-    q_vectors_first: bool
-    k_vectors_first: bool
-    q_warps: int
-    kv_warps: int
-    q_registers: int | None
-    kv_registers: int | None
-    q_in_flight: int
-    k_in_flight: int
+    q_per_block: bool  # a program packs a block of several tiles, which has a descale, and reads it twice
+    k_per_block: bool  # likewise
+    rotate_first: bool  # K's mean is rotated and then subtracted, not the other way round
+    two_terms: bool  # rows are two terms of bf16 in the rotation
+    q_vectors_first: bool  # factors of channels, and K's mean, are loaded in front of a program's tiles of Q
+    k_vectors_first: bool  # likewise
+    q_warps: int  # of a program that packs Q
+    kv_warps: int  # of one that packs K or V
+    q_registers: int | None  # of its thread, or None for ptxas' choice
+    kv_registers: int | None  # likewise
+    q_in_flight: int  # tiles of Q that are loaded at once
+    k_in_flight: int  # likewise
 
 
 def tiling(
