@@ -21,19 +21,16 @@ class Append(NamedTuple):
 
 @dataclass
 class Seen:
-    """A record of calls inside `debug`, against which later calls are checked.
+    """A record of calls inside `debug`, against which later calls are checked."""
 
-    Attributes:
-        appends: the last one to a cache, by its `k8`, and by page.
-        balances: of parts that `distributed.shard` cut, by group and tokens of the part.
-        save: the folder that the first bad call is written to; None if none is asked for, or one was written.
-        examine: looks at a call while there is such a folder: at the arguments of its operation, at what this returned,
-            at the names of its kernels, and at this record.
-    """
-
+    # The last one to a cache, by its `k8`, and by page.
     appends: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+    # Of parts that `distributed.shard` cut, by group and tokens of the part.
     balances: dict[tuple[str, int], set[str | None]] = field(default_factory=dict)
+    # The folder that the first bad call is written to; None if none is asked for, or one was written.
     save: Path | None = None
+    # Looks at a call while there is such a folder: at the arguments of its operation, at what this returned, at the
+    # names of its kernels, and at this record.
     examine: Callable[[Any, Any, str, Seen], None] | None = None
 
 

@@ -59,21 +59,13 @@ SEQUENCES = 8
 
 
 class Measured(NamedTuple):
-    """An output against fp64, on a sample of rows.
+    """An output against fp64, on a sample of rows."""
 
-    Attributes:
-        out: its error.
-        bad: entries that are not finite, of all rows.
-        model: the error of the rounding model on the same rows; None of what came in 8 bits.
-        budget: the largest error that `out` may have beside that of the model; None without it.
-        sixteen_bits: the error of attention with inputs, P and output in 16 bits, on the same rows.
-    """
-
-    out: Error
-    bad: int
-    model: Error | None
-    budget: Error | None
-    sixteen_bits: Error
+    out: Error  # its error
+    bad: int  # entries that are not finite, of all rows
+    model: Error | None  # the error of the rounding model on the same rows; None of what came in 8 bits
+    budget: Error | None  # the largest error that `out` may have beside that of the model; None without it
+    sixteen_bits: Error  # the error of attention with inputs, P and output in 16 bits, on the same rows
 
     @property
     def fault(self) -> str | None:
@@ -89,19 +81,12 @@ class Measured(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Attention of one or more sequences of the same length that a call computes.
+    """Attention of one or more sequences of the same length that a call computes."""
 
-    Attributes:
-        problem: on what the kernel reads, 8-bit tensors dequantised.
-        mask: its block mask.
-        out: [B, H, M, D_v].
-        modelled: whether the rounding model of `problem` has what the kernel rounds.
-    """
-
-    problem: DenseArgs
-    mask: BlockMask | None
-    out: torch.Tensor
-    modelled: bool
+    problem: DenseArgs  # on what the kernel reads, 8-bit tensors dequantised
+    mask: BlockMask | None  # its block mask
+    out: torch.Tensor  # [B, H, M, D_v]
+    modelled: bool  # whether the rounding model of `problem` has what the kernel rounds
 
 
 def _parts(a: Any, out: torch.Tensor) -> Iterator[Part]:

@@ -57,7 +57,7 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class LargeTileConfig:
-    """How `fp8_attn_fwd_large_d` is tiled for one (D_pad, v_tile, has_right); `uses_large_d` says for which head dims."""
+    """How `fp8_attn_fwd_large_d` is tiled for a (D_pad, v_tile, has_right); `uses_large_d` says for which head dims."""
 
     D_pad: int  # padded head dim of Q and K: a power of two, or the sum of two
     v_tile: int  # channels of V that a program owns, likewise; D_v is padded to a multiple

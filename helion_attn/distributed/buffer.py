@@ -25,33 +25,19 @@ ALIGNMENT = 16
 
 
 class Buffer(NamedTuple):
-    """Where everything lies, for so many heads and blocks.
+    """Where everything lies, for so many heads and blocks."""
 
-    Attributes:
-        heads: B * H_kv.
-        blocks: of a head, for which every rank has room.
-        k_block: bytes of a block of K.
-        v_block: bytes of a block of V.
-        descales: of K, a head.
-        v_offset: bytes before V's blocks.
-        descale_offset: bytes before K's descales.
-        mean_offset: bytes before V's mean.
-        mean_channels: of V's mean, 0 if it is the same on all ranks.
-        rest_offset: bytes before what else travels.
-        size: bytes of all.
-    """
-
-    heads: int
-    blocks: int
-    k_block: int
-    v_block: int
-    descales: int
-    v_offset: int
-    descale_offset: int
-    mean_offset: int
-    mean_channels: int
-    rest_offset: int
-    size: int
+    heads: int  # B * H_kv
+    blocks: int  # of a head, for which every rank has room
+    k_block: int  # bytes of a block of K
+    v_block: int  # bytes of a block of V
+    descales: int  # of K, a head
+    v_offset: int  # bytes before V's blocks
+    descale_offset: int  # bytes before K's descales
+    mean_offset: int  # bytes before V's mean
+    mean_channels: int  # of V's mean, 0 if it is the same on all ranks
+    rest_offset: int  # bytes before what else travels
+    size: int  # bytes of all
 
 
 def aligned(offset: int, to: int = ALIGNMENT) -> int:

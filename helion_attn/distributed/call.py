@@ -21,34 +21,23 @@ from helion_attn.validate.distributed import check_places
 
 @dataclass(frozen=True, eq=False)  # of tensors
 class Call:
-    """A call on one rank.
+    """A call on one rank."""
 
-    Attributes:
-        group: of the ranks.
-        q_cut: which queries they hold.
-        k_cut: which keys.
-        B: and H, H_kv, D, D_v: sizes.
-        packing: block sizes and padding.
-        recipe: and the rest, as in `AttentionArgs`.
-        return_lse: whether somebody sees `lse`.
-        all_keys: that V's mean is corrected for, if they are many: of all ranks; 0 if rows do not see the same.
-    """
-
-    group: dist.ProcessGroup
-    q_cut: Cut
-    k_cut: Cut
-    B: int
+    group: dist.ProcessGroup  # of the ranks
+    q_cut: Cut  # which queries they hold
+    k_cut: Cut  # which keys
+    B: int  # and H, H_kv, D, D_v: sizes
     H: int
     H_kv: int
     D: int
     D_v: int
-    packing: Packing
-    recipe: Recipe
+    packing: Packing  # block sizes and padding
+    recipe: Recipe  # and the rest, as in `AttentionArgs`
     scores: ScoreOptions
     bshd: bool
     out_dtype: torch.dtype
-    return_lse: bool
-    all_keys: int
+    return_lse: bool  # whether somebody sees `lse`
+    all_keys: int  # that V's mean is corrected for, if they are many: of all ranks; 0 if rows do not see the same
 
     @property
     def rank(self) -> int:
@@ -110,22 +99,14 @@ def rank_steps(b: Buffer) -> dict[str, int]:
 
 
 class RankKV(NamedTuple):
-    """Keys that one launch attends to, and the rows that do.
+    """Keys that one launch attends to, and the rows that do."""
 
-    Attributes:
-        rows: uint8 [ranks, size], a buffer of each rank.
-        buffer: what lies where.
-        chunks: where keys and rows lie.
-        n_len: the position where keys end.
-        v_mean: [B, H_kv, D_v_pad], what V's dequantised entries are added to.
-        bounds: of rows and of blocks, as `MultiRankArgs` has them, or None.
-    """
-
-    rows: torch.Tensor
-    buffer: Buffer
-    chunks: RankChunks
-    n_len: int
-    v_mean: torch.Tensor
+    rows: torch.Tensor  # uint8 [ranks, size], a buffer of each rank
+    buffer: Buffer  # what lies where
+    chunks: RankChunks  # where keys and rows lie
+    n_len: int  # the position where keys end
+    v_mean: torch.Tensor  # [B, H_kv, D_v_pad], what V's dequantised entries are added to
+    # Of rows and of blocks, as `MultiRankArgs` has them, or None.
     bounds: tuple[torch.Tensor, torch.Tensor] | None = None
 
 

@@ -21,16 +21,12 @@ class Chunk(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Which tokens each rank holds.
+    """Which tokens each rank holds."""
 
-    Attributes:
-        lengths: tokens of each rank.
-        zigzag: rank r has chunk r of `2 * ranks`, and behind it chunk `2 * ranks - 1 - r`; otherwise ranks follow one
-            another. Chunks are equal, as kernels find a block's by one multiplication; the sequence ends in a rank's
-            second chunk, and later ones are empty.
-    """
-
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...]  # tokens of each rank
+    # Rank r has chunk r of `2 * ranks`, and behind it chunk `2 * ranks - 1 - r`; otherwise ranks follow one another.
+    # Chunks are equal, as kernels find a block's by one multiplication; the sequence ends in a rank's second chunk, and
+    # later ones are empty.
     zigzag: bool
 
     @property

@@ -26,19 +26,12 @@ _TEXT_BYTES = HEADER_BYTES - _NUMBERS.size
 
 
 class Header(NamedTuple):
-    """A rank's call.
+    """A rank's call."""
 
-    Attributes:
-        M: its query length.
-        N: its key length.
-        refused: it raises.
-        text: why, or what ranks must agree on, as JSON.
-    """
-
-    M: int
-    N: int
-    refused: bool
-    text: str
+    M: int  # its query length
+    N: int  # its key length
+    refused: bool  # it raises
+    text: str  # why, or what ranks must agree on, as JSON
 
     def encode(self) -> bytearray:
         """`HEADER_BYTES`."""

@@ -154,15 +154,10 @@ class SchedulerSteps:
 
 
 class BoundSchedule(NamedTuple):
-    """A schedule and its steps.
+    """A schedule and its steps."""
 
-    Attributes:
-        function: of step, layer, q and k.
-        step: returns the current step.
-    """
-
-    function: ScheduleFunction
-    step: Callable[[], int]
+    function: ScheduleFunction  # of step, layer, q and k
+    step: Callable[[], int]  # returns the current step
 
 
 def check_schedule(schedule: object) -> None:

@@ -100,19 +100,13 @@ def _has_lengths(args: tuple[Any, ...], _: dict[str, Any]) -> bool:
 
 
 class Arguments(NamedTuple):
-    """The arguments of a function of flash-attn.
+    """The arguments of a function of flash-attn."""
 
-    Attributes:
-        rules: what is accepted of arguments that are not supported.
-        first: the place from which flash-attn 2 has other arguments than flash-attn 3.
-        is_2: whether a call, of more positional arguments than that, is flash-attn 2's.
-        order_2: flash-attn 2's arguments from there on.
-    """
-
-    rules: tuple[Rule, ...]
-    first: int
+    rules: tuple[Rule, ...]  # what is accepted of arguments that are not supported
+    first: int  # the place from which flash-attn 2 has other arguments than flash-attn 3
+    # Whether a call, of more positional arguments than that, is flash-attn 2's.
     is_2: Callable[[tuple[Any, ...], dict[str, Any]], bool]
-    order_2: tuple[str, ...]
+    order_2: tuple[str, ...]  # flash-attn 2's arguments from there on
 
 
 ARGUMENTS = {

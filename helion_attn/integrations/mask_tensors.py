@@ -35,36 +35,23 @@ SAMPLE = 2**20
 
 
 class Part(NamedTuple):
-    """Rows of a sequence, and the keys that they see.
+    """Rows of a sequence, and the keys that they see."""
 
-    Attributes:
-        rows: (first, last), last exclusive.
-        keys: (start, stop), likewise; of those that `Visible.kept` keeps, if it does.
-    """
-
-    rows: tuple[int, int]
-    keys: tuple[int, int]
+    rows: tuple[int, int]  # (first, last), last exclusive
+    keys: tuple[int, int]  # (start, stop), likewise; of those that `Visible.kept` keeps, if it does
 
 
 @dataclass(frozen=True, eq=False)
 class Visible:
-    """The keys that a mask leaves visible. Rows that are of no part see nothing.
+    """The keys that a mask leaves visible. Rows that are of no part see nothing."""
 
-    Attributes:
-        whole: nothing is hidden but, if `causal`, keys behind a diagonal that ends at the last row and key.
-        causal: the first parts are causal, with their last row at their last key.
-        first: a part of each sequence of the batch.
-        second: another part of each, below the first; empty if none has one.
-        kept: bool [B, N], keys that are left where they do not lie together; None where they do.
-        scores: the mask, where no parts describe it; None where they do.
-    """
-
-    whole: bool
-    causal: bool
-    first: tuple[Part, ...]
-    second: tuple[Part, ...] = ()
+    whole: bool  # nothing is hidden but, if `causal`, keys behind a diagonal that ends at the last row and key
+    causal: bool  # the first parts are causal, with their last row at their last key
+    first: tuple[Part, ...]  # a part of each sequence of the batch
+    second: tuple[Part, ...] = ()  # another part of each, below the first; empty if none has one
+    # Bool [B, N], keys that are left where they do not lie together; None where they do.
     kept: torch.Tensor | None = None
-    scores: torch.Tensor | None = None
+    scores: torch.Tensor | None = None  # the mask, where no parts describe it; None where they do
 
     def first_keys(self, M: int) -> int:
         """How many keys are seen, if they are the first ones of all sequences, alike for all of M rows; 0 if not."""
@@ -216,15 +203,10 @@ def _causal(spans: list[tuple[int, int]], offset: int, M: int, N: int) -> Visibl
 
 
 class KeptMask(NamedTuple):
-    """A mask that was read, kept for later calls.
+    """A mask that was read, kept for later calls."""
 
-    Attributes:
-        block_mask: made of it.
-        sample: what its `_sample` was.
-    """
-
-    block_mask: BlockMask
-    sample: torch.Tensor
+    block_mask: BlockMask  # made of it
+    sample: torch.Tensor  # what its `_sample` was
 
 
 def _keep_mask(tensors: tuple[torch.Tensor, ...], M: int, N: int) -> KeptMask:

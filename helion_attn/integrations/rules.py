@@ -11,17 +11,11 @@ import torch
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule for one argument of an entry point.
+    """A rule for one argument of an entry point."""
 
-    Attributes:
-        argument: its name.
-        accepts: whether a value will do.
-        accepted: what `accepts` says, in words, to follow "it must be".
-    """
-
-    argument: str
-    accepts: Callable[[Any], bool]
-    accepted: str
+    argument: str  # its name
+    accepts: Callable[[Any], bool]  # whether a value will do
+    accepted: str  # what `accepts` says, in words, to follow "it must be"
 
 
 def is_none(value: Any) -> bool:

@@ -14,17 +14,12 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Entry(Generic[Made]):
-    """A value, and the tensors that it was made of.
+    """A value, and the tensors that it was made of."""
 
-    Attributes:
-        tensors: it was made of these.
-        states: the version of each, which grows when PyTorch writes to it, its address and its shape.
-        made: of them.
-    """
-
-    tensors: list[weakref.ref[torch.Tensor]]
+    tensors: list[weakref.ref[torch.Tensor]]  # it was made of these
+    # The version of each, which grows when PyTorch writes to it, its address and its shape.
     states: list[tuple[int, int, torch.Size]]
-    made: Made
+    made: Made  # of them
 
     def matches(self, tensors: tuple[torch.Tensor, ...]) -> bool:
         """Return whether these are the tensors, and are what they were."""

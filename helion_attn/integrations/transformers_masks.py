@@ -17,20 +17,13 @@ class VisibleKeys:
     """A mask, described in place of stored: the mask function makes it, the attention function reads it.
 
     Computed once a forward pass, so that layers need not read a mask from the device.
-
-    Attributes:
-        spans: (start, stop) for every sequence of the batch: the keys that are not padding.
-        M: number of queries; the last stands at key N - 1.
-        N: number of keys.
-        causal: a query sees no later key.
-        left: a query sees this many earlier keys; None for all.
     """
 
-    spans: tuple[tuple[int, int], ...]
-    M: int
-    N: int
-    causal: bool
-    left: int | None
+    spans: tuple[tuple[int, int], ...]  # (start, stop) for every sequence of the batch: the keys that are not padding
+    M: int  # number of queries; the last stands at key N - 1
+    N: int  # number of keys
+    causal: bool  # a query sees no later key
+    left: int | None  # a query sees this many earlier keys; None for all
 
     def dense(self, device: torch.device | str) -> torch.Tensor:
         """Return the mask by scores: bool [B, 1, M, N], True where a query sees a key."""
@@ -50,15 +43,10 @@ class VisibleKeys:
 
 @dataclass
 class Additive:
-    """State that operations on a mask share.
+    """State that operations on a mask share."""
 
-    Attributes:
-        mask: as it is added to scores, once an operation has read it.
-        has_views: whether an operation wrote to it, or gave a view that may be written to.
-    """
-
-    mask: torch.Tensor | None = None
-    has_views: bool = False
+    mask: torch.Tensor | None = None  # as it is added to scores, once an operation has read it
+    has_views: bool = False  # whether an operation wrote to it, or gave a view that may be written to
 
 
 class MaskTensor(torch.Tensor):

@@ -40,33 +40,19 @@ ARGUMENTS = ("attn", "hidden_states", "encoder_hidden_states", "attention_mask",
 
 
 class Kind(NamedTuple):
-    """Attention that has a processor here.
+    """Attention that has a processor here."""
 
-    Attributes:
-        model: what it is of.
-        parts: what is fused, in words.
-        module: of diffusers, that has its classes.
-        classes: of the attention's module, or of the blocks that hold it.
-        processor: the name of its own processor.
-        make: what takes its place.
-        attributes: what it uses of the attention.
-        child: where blocks hold it; empty for the attention's own class.
-        functions: what of `module` that calls.
-        arguments: of the own processor's call.
-        needs_streams: a text is a stream of its own.
-    """
-
-    model: str
-    parts: str
-    module: str
-    classes: tuple[str, ...]
-    processor: str
-    make: type[Processor]
-    attributes: tuple[str, ...]
-    child: str = ""
-    functions: tuple[str, ...] = ()
-    arguments: tuple[str, ...] = ARGUMENTS
-    needs_streams: bool = False
+    model: str  # what it is of
+    parts: str  # what is fused, in words
+    module: str  # of diffusers, that has its classes
+    classes: tuple[str, ...]  # of the attention's module, or of the blocks that hold it
+    processor: str  # the name of its own processor
+    make: type[Processor]  # what takes its place
+    attributes: tuple[str, ...]  # what it uses of the attention
+    child: str = ""  # where blocks hold it; empty for the attention's own class
+    functions: tuple[str, ...] = ()  # what of `module` that calls
+    arguments: tuple[str, ...] = ARGUMENTS  # of the own processor's call
+    needs_streams: bool = False  # a text is a stream of its own
 
 
 #: What all processors use, and those of two streams.

@@ -40,21 +40,13 @@ ARGUMENTS = ("hidden_states", "position_embeddings", "attention_mask")
 
 
 class Kind(NamedTuple):
-    """Attention that has a fused forward here.
+    """Attention that has a fused forward here."""
 
-    Attributes:
-        model: what it is of.
-        parts: what is fused, in words.
-        module: of transformers, that has the classes.
-        attention: its class.
-        norms: what its norms by head, q_norm and k_norm, are handed; None if it has none.
-    """
-
-    model: str
-    parts: str
-    module: str
-    attention: str
-    norms: NormLayout | None = None
+    model: str  # what it is of
+    parts: str  # what is fused, in words
+    module: str  # of transformers, that has the classes
+    attention: str  # its class
+    norms: NormLayout | None = None  # what its norms by head, q_norm and k_norm, are handed; None if it has none
 
 
 KINDS = (
@@ -76,17 +68,11 @@ def rope_of(cos: torch.Tensor, sin: torch.Tensor) -> Rope | None:
 
 
 class Fusing(NamedTuple):
-    """How an attention module is fused.
+    """How an attention module is fused."""
 
-    Attributes:
-        recipe: how the tensors become 8-bit numbers.
-        implementation: the name of attention under which this is done. Under another the class's own forward runs.
-        original: the model's attention implementation before it was fused.
-    """
-
-    recipe: Recipe | Auto
-    implementation: str
-    original: str
+    recipe: Recipe | Auto  # how the tensors become 8-bit numbers
+    implementation: str  # the name of attention under which this is done. Under another the class's own forward runs.
+    original: str  # the model's attention implementation before it was fused
 
 
 class FusedAttention(torch.nn.Module):

@@ -149,19 +149,12 @@ def fusable_norm(module: Any, x: torch.Tensor, layout: NormLayout) -> tuple[torc
 
 
 class QKPrologue(NamedTuple):
-    """Norms of Q and K, and then RoPE, that attention's inputs are still without. None of what there is none.
+    """Norms of Q and K, and then RoPE, that attention's inputs are still without. None of what there is none."""
 
-    Attributes:
-        q_norm: the model's module, which need not be called.
-        k_norm: the model's module, which need not be called.
-        layout: what the norms are handed.
-        rope_cache: the model's RoPE.
-    """
-
-    q_norm: torch.nn.Module | None = None
-    k_norm: torch.nn.Module | None = None
-    layout: NormLayout = "bshd"
-    rope_cache: RopeCache | None = None
+    q_norm: torch.nn.Module | None = None  # the model's module, which need not be called
+    k_norm: torch.nn.Module | None = None  # the model's module, which need not be called
+    layout: NormLayout = "bshd"  # what the norms are handed
+    rope_cache: RopeCache | None = None  # the model's RoPE
 
     @property
     def is_empty(self) -> bool:

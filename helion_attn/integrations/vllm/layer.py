@@ -32,27 +32,16 @@ RECIPES: dict[str, RecipeName] = {"int8_per_token_head": "balanced", "fp8_per_to
 
 @dataclasses.dataclass
 class HelionMetadata(AttentionMetadata):
-    """One step's batch.
+    """One step's batch."""
 
-    Attributes:
-        cu_seqlens: int32 [sequences + 1], where each sequence's new tokens begin.
-        block_table: int32 [sequences, pages].
-        seqlens: int32 [sequences], with the new tokens; 0 of a row that fills up a CUDA graph's batch.
-        max_seqlen_q: the most new tokens of a sequence.
-        max_seqlen_k: the most keys of a sequence.
-        drafts: the last tokens of a sequence that may be rejected.
-        shared: names of layers whose keys others attend to as well.
-        open_pages: the open pages that they wrote, by name.
-    """
-
-    cu_seqlens: torch.Tensor
-    block_table: torch.Tensor
-    seqlens: torch.Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
-    drafts: int
-    shared: set[str]
-    open_pages: dict[str, OpenPages]
+    cu_seqlens: torch.Tensor  # int32 [sequences + 1], where each sequence's new tokens begin
+    block_table: torch.Tensor  # int32 [sequences, pages]
+    seqlens: torch.Tensor  # int32 [sequences], with the new tokens; 0 of a row that fills up a CUDA graph's batch
+    max_seqlen_q: int  # the most new tokens of a sequence
+    max_seqlen_k: int  # the most keys of a sequence
+    drafts: int  # the last tokens of a sequence that may be rejected
+    shared: set[str]  # names of layers whose keys others attend to as well
+    open_pages: dict[str, OpenPages]  # the open pages that they wrote, by name
 
     def open_pages_of(self, keys_of: str, cache: PagedKVCache, tokens: int, appends: bool) -> OpenPages | None:
         """Memory for the open pages of a layer whose keys others attend to; None of another.

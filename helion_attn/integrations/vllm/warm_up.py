@@ -40,49 +40,28 @@ MANY = 2**31
 
 
 class LayerKind(NamedTuple):
-    """The sizes and options of a layer that its kernels are compiled for.
+    """The sizes and options of a layer that its kernels are compiled for."""
 
-    Attributes:
-        num_heads: query heads.
-        num_kv_heads: KV heads.
-        head_size: head dim.
-        recipe: of the cache, its name.
-        window: as `kv_cache.step` has it.
-        softcap: as `kv_cache.step` has it.
-        has_sinks: whether there are sinks.
-        num_splits: fixed, or None.
-        has_constants: keys have a mean, and channels factors.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    recipe: RecipeName
-    window: tuple[int, int] | None
-    softcap: float | None
-    has_sinks: bool
-    num_splits: int | None
-    has_constants: bool = False
+    num_heads: int  # query heads
+    num_kv_heads: int  # KV heads
+    head_size: int  # head dim
+    recipe: RecipeName  # of the cache, its name
+    window: tuple[int, int] | None  # as `kv_cache.step` has it
+    softcap: float | None  # as `kv_cache.step` has it
+    has_sinks: bool  # whether there are sinks
+    num_splits: int | None  # fixed, or None
+    has_constants: bool = False  # keys have a mean, and channels factors
 
 
 class Server(NamedTuple):
-    """A server's layers and sizes, of which its kernels follow.
+    """A server's layers and sizes, of which its kernels follow."""
 
-    Attributes:
-        kinds: of its layers.
-        dtype: of queries, its name in torch.
-        drafts: the last tokens of a sequence that may be rejected.
-        max_sequences: the most sequences of a step.
-        num_pages: of a layer.
-        device: a GPU.
-    """
-
-    kinds: list[LayerKind]
-    dtype: str
-    drafts: int
-    max_sequences: int
-    num_pages: int
-    device: str
+    kinds: list[LayerKind]  # of its layers
+    dtype: str  # of queries, its name in torch
+    drafts: int  # the last tokens of a sequence that may be rejected
+    max_sequences: int  # the most sequences of a step
+    num_pages: int  # of a layer
+    device: str  # a GPU
 
 
 def compile_steps(server: Server, ranks: int) -> None:
