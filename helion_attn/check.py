@@ -32,7 +32,7 @@ HEADS, ROWS = 8, 64
 KEYS_AT_ONCE = 16384
 
 #: Keys that findings are drawn from.
-SAMPLED_KEYS = 8192
+CHECKED_KEYS = 8192
 
 #: Runs of keys whose means tell whether V drifts, and the fewest keys of each: noise must not look like drift.
 RUNS, MIN_RUN = 32, 32
@@ -204,7 +204,7 @@ class _Sample:
 
     def keys_of(self, x: torch.Tensor, rotated: bool) -> Iterator[torch.Tensor]:
         """Every so many keys of each, fp64."""
-        keys = torch.arange(0, self.N, -(-self.N // SAMPLED_KEYS), device=x.device)
+        keys = torch.arange(0, self.N, -(-self.N // CHECKED_KEYS), device=x.device)
         for head in self.key_heads(x):
             yield self._rotated(head[keys], self._key_positions(keys)) if rotated else head[keys].double()
 

@@ -9,13 +9,12 @@ added pair by pair, so that a row has the same bits in any chunk and batch.
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.runners import Runner, compiled, interpreted
+from helion_attn.compiler.runners import by_device
 from helion_attn.kernels.lib.inline_asm import fma
 from helion_attn.kernels.lib.strided import common_unit, strided_rows
 from helion_attn.problem import DecodeArgs
@@ -90,12 +89,7 @@ def cache_lse_shift(
         hl.store(lse_shift, [r], shift, extra_mask=in_range)
 
 
-@functools.cache
-def kernel(is_cuda: bool) -> Runner:
-    """The kernel for the device."""
-    if not is_cuda:
-        return interpreted(cache_lse_shift)
-    return compiled(cache_lse_shift, Config(num_warps=4, indexing="pointer"))
+kernel = by_device(cache_lse_shift, Config(num_warps=4, indexing="pointer"))
 
 
 def launch(a: DecodeArgs, packed: bool) -> torch.Tensor | None:

@@ -286,7 +286,7 @@ def fp8_attn_decode(
         m_run = m_i
         line_bias = hl.full([], spec.line_bias, dtype=torch.float32)
         # Sums by a product are in 64 rows that are all the same, others reduced across lanes once, after the loops.
-        l_i = hl.zeros([spec.sum_rows, spec.rows] if spec.p_bits else [4, 4, spec.rows], dtype=torch.float32)
+        l_i = hl.zeros([spec.sum_rows, spec.rows] if spec.schraudolph_exp2 else [4, 4, spec.rows], dtype=torch.float32)
         # [D_v_pad, rows], or each half of it
         acc = hl.zeros([d_v_tile, spec.rows], dtype=torch.float32)
         if spec.split_v:
@@ -351,7 +351,7 @@ def fp8_attn_decode(
             # [1, rows]
             alpha = exp2(m_before - m_i, spec.is_cuda).unsqueeze(0)
             v_inverse = inverse_of_power(page_v)
-            if spec.p_bits:
+            if spec.schraudolph_exp2:
                 p8 = in_order_of_v(e4m3_of_bits(line, spec.is_cuda), bn, spec.rows)
                 # As in `fp8_attn_prefill`, where V has such rows: P's rounded numbers, added in the order of products.
                 ones = hl.full([spec.sum_rows, bn], 0x38, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -414,7 +414,7 @@ def fp8_attn_decode(
             line = fma(s, scale.unsqueeze(0), offset.unsqueeze(0), spec.is_cuda)
             # [1, rows]
             alpha = exp2(m_before - m_i, spec.is_cuda).unsqueeze(0)
-            if spec.p_bits:
+            if spec.schraudolph_exp2:
                 p8 = in_order_of_v(e4m3_of_bits(line, spec.is_cuda), bn, spec.rows)
                 ones = hl.full([spec.sum_rows, bn], 0x38, dtype=torch.uint8).view(torch.float8_e4m3fn)
                 of_closed = hl.dot(ones, p8) * inverse_of_power(page_v)
@@ -440,7 +440,7 @@ def fp8_attn_decode(
         # [rows]
         # Also since Helion looks for what masks a sum, and not through branches.
         l_i = in_new_registers(l_i, spec.is_cuda)
-        if spec.p_bits:
+        if spec.schraudolph_exp2:
             row_sum = torch.amax(l_i.reshape(spec.sum_rows, spec.rows), 0)
         else:
             row_sum = total_of_lanes(l_i, spec.rows)

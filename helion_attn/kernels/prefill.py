@@ -266,7 +266,7 @@ def fp8_attn_prefill(
         m_run = m_i
         line_bias = hl.full([], spec.line_bias, dtype=torch.float32)
         # Sums in P V's product are whole; others are reduced across lanes once, after the loops.
-        l_i = hl.zeros([spec.rows] if spec.p_bits else [4, 4, spec.rows], dtype=torch.float32)
+        l_i = hl.zeros([spec.rows] if spec.schraudolph_exp2 else [4, 4, spec.rows], dtype=torch.float32)
         # [bm, d_v_tile]: the program's channels, or each half of them
         acc = hl.zeros([spec.rows, d_v_tile], dtype=torch.float32)
         if spec.split_v:
@@ -331,7 +331,7 @@ def fp8_attn_prefill(
             line = fma(s, scale.unsqueeze(1), offset.unsqueeze(1), spec.is_cuda)
             # [bm]
             v_inverse = inverse_of_power(page_v)
-            if spec.p_bits:
+            if spec.schraudolph_exp2:
                 p8 = e4m3_of_bits(by_fours(line, spec.rows, bn), spec.is_cuda).reshape(spec.rows, bn)
                 alpha = exp2(m_before - m_i, spec.is_cuda)
             else:
@@ -344,7 +344,7 @@ def fp8_attn_prefill(
             acc = accumulate(acc, alpha.unsqueeze(1), p8, v_tile.transpose(0, 1), spec)
             if spec.split_v:
                 acc_high = accumulate(acc_high, alpha.unsqueeze(1), p8, v_high.transpose(0, 1), spec)
-            if spec.p_bits:
+            if spec.schraudolph_exp2:
                 l_i = fma(l_i, alpha, row_sums(p8) * v_inverse, spec.is_cuda)
 
         # Or the copies of loops of both kinds would be in the same registers.
@@ -407,7 +407,7 @@ def fp8_attn_prefill(
             line = fma(s, scale.unsqueeze(1), offset.unsqueeze(1), spec.is_cuda)
             # [bm]
             alpha = exp2(m_before - m_i, spec.is_cuda)
-            if spec.p_bits:
+            if spec.schraudolph_exp2:
                 p8 = e4m3_of_bits(by_fours(line, spec.rows, bn), spec.is_cuda).reshape(spec.rows, bn)
                 # A product, which adds in the order that the loop above has: a page may be of either loop.
                 ones = hl.full([ONES, bn], 0x38, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -443,7 +443,7 @@ def fp8_attn_prefill(
         # [bm]
         # Also since Helion looks for what masks a sum, and not through branches.
         l_i = in_new_registers(l_i, spec.is_cuda)
-        if spec.p_bits:
+        if spec.schraudolph_exp2:
             row_sum = l_i
         else:
             row_sum = total_of_lanes(l_i, spec.rows)

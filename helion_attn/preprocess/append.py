@@ -19,13 +19,12 @@ where new keys fill them all, stores are 16 bytes wide, and otherwise one.
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.runners import Runner, compiled, interpreted
+from helion_attn.compiler.runners import by_device
 from helion_attn.kernels.lib.inline_asm import to_int8
 from helion_attn.kernels.lib.keys import keys_of_batch, queries_of_batch, queries_of_sequence, sequence_of
 from helion_attn.kernels.lib.rope import rope_rows, rope_tables
@@ -286,12 +285,7 @@ def append_kv(
             hl.store(v_descale, [of_descales + slot], of_page + old_v, extra_mask=older)
 
 
-@functools.cache
-def kernel(is_cuda: bool) -> Runner:
-    """The kernel for the device."""
-    if not is_cuda:
-        return interpreted(append_kv)
-    return compiled(append_kv, Config(num_warps=4, indexing="pointer"))
+kernel = by_device(append_kv, Config(num_warps=4, indexing="pointer"))
 
 
 def launch(

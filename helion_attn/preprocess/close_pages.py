@@ -17,13 +17,12 @@ its closed form, with a copy of the open page behind it. `kernels.lib.paged.in_o
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.runners import Runner, compiled, interpreted
+from helion_attn.compiler.runners import by_device
 from helion_attn.kernels.lib.inline_asm import to_int8
 from helion_attn.kernels.lib.keys import keys_of_batch, queries_of_batch, queries_of_sequence, sequence_of
 from helion_attn.kernels.lib.scalars import int32, quotient
@@ -204,12 +203,7 @@ def close_full_pages(
                     hl.store(v_descale, [of_descales + slot], new_v, extra_mask=marked)
 
 
-@functools.cache
-def kernel(is_cuda: bool) -> Runner:
-    """The kernel for the device."""
-    if not is_cuda:
-        return interpreted(close_full_pages)
-    return compiled(close_full_pages, Config(num_warps=8, indexing="pointer"))
+kernel = by_device(close_full_pages, Config(num_warps=8, indexing="pointer"))
 
 
 def empty_open_pages(a: AppendArgs, batch: PackedBatch | None = None) -> tuple[torch.Tensor, ...]:

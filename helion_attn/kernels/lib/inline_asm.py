@@ -145,32 +145,6 @@ def e4m3_of_half_line(s: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor
     )
 
 
-def e4m3_of_half_lines(s: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    """`e4m3_of_half_line` with a row each: the same bits."""
-    return hl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 scale<2>, offset<2>, low, high, integers;
-        mov.b32 integers, 0x64006400;
-        cvt.rn.f16x2.f32 scale0, $4, $3;
-        cvt.rn.f16x2.f32 scale1, $6, $5;
-        cvt.rn.f16x2.f32 offset0, $8, $7;
-        cvt.rn.f16x2.f32 offset1, $10, $9;
-        fma.rn.relu.f16x2 low, $1, scale0, offset0;
-        fma.rn.relu.f16x2 high, $2, scale1, offset1;
-        add.rn.f16x2 low, low, integers;
-        add.rn.f16x2 high, high, integers;
-        prmt.b32 $0, low, high, 0x6420;
-        }
-        """,
-        "=r,r,r,f,f,f,f,f,f,f,f",
-        [s, scale, offset],
-        dtype=torch.float8_e4m3fn,
-        is_pure=True,
-        pack=4,
-    )
-
-
 def pair_of_halves(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     """Two numbers in fp16 as the int32 that a register has them in; on the GPU alone."""
     return hl.inline_asm_elementwise(

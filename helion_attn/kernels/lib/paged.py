@@ -492,8 +492,7 @@ def launch_paged(
     def v_view(x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(2, (v_pieces, x.size(2) // v_pieces)) if v_pieces > 1 else x
 
-    int8_keys = k_dtype == torch.int8
-    p_bits = takes_bits(v8.dtype, max(k8.size(3), v8.size(2)))
+    schraudolph_exp2 = takes_bits(v8.dtype, max(k8.size(3), v8.size(2)))
     factors = a.cache.channel_factors
     spec = PagedSpec(
         rows=grid.rows,
@@ -510,14 +509,13 @@ def launch_paged(
         unit=unit,
         equalise=factors is not None,
         q_largest=FORMAT_MAX[k_dtype],
-        int8_keys=int8_keys,
-        s_bias=INT8_SCORE_BIAS if int8_keys and a.q.is_cuda and not d_in_halves else 0.0,
+        s_bias=INT8_SCORE_BIAS if k_dtype == torch.int8 and a.q.is_cuda and not d_in_halves else 0.0,
         max_fused_scale=max_fused_scale(k_dtype, d_in_halves, a.scores.softcap is not None),
         may_be_wide=a.scores.softcap is None or scales.tanh_scale > MAX_PAGE_SCORE_LOG2,
         p_offset_log2=float(MAX_P_OFFSET_LOG2[v8.dtype]),
-        p_bits=p_bits,
-        p_steps=E4M3_STEPS if p_bits else 1.0,
-        p_one=E4M3_BITS_OF_ONE if p_bits else 0.0,
+        schraudolph_exp2=schraudolph_exp2,
+        p_steps=E4M3_STEPS if schraudolph_exp2 else 1.0,
+        p_one=E4M3_BITS_OF_ONE if schraudolph_exp2 else 0.0,
         scores=a.scores.spec(has_lse_shift=shift is not None),
         is_cuda=a.q.is_cuda,
     )

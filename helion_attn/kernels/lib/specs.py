@@ -142,12 +142,11 @@ class PagedSpec(NamedTuple):
     unit: int  # what Q's other steps are multiples of
     equalise: bool  # Q's channels are multiplied by the cache's factors
     q_largest: float  # the largest magnitude of a quantised row
-    int8_keys: bool  # Q and K are int8
     s_bias: float  # how much too large scores are as the tensor core gives them
     max_fused_scale: float  # the largest scale of a row's scores up to which one FMA takes them to P
     may_be_wide: bool  # no softcap keeps scores within `MAX_PAGE_SCORE_LOG2`
-    p_bits: bool  # P's bits come from scores, and row sums are of the rounded P
-    p_steps: float  # an octave of P on the line that a score is taken to: `E4M3_STEPS` with `p_bits`, or 1
+    schraudolph_exp2: bool  # P's bits come from scores, and row sums are of the rounded P
+    p_steps: float  # an octave of P on the line that a score is taken to: `E4M3_STEPS` with `schraudolph_exp2`, or 1
     p_one: float  # and where P is 1 on it
     p_offset_log2: float  # and the rest, as in `AttentionSpec`
     scores: ScoreSpec
