@@ -99,7 +99,7 @@ OVER_PEERS = {"fa3_bf16": 3.0, "flex": 2.0}
 CUDNN_BOUND = 1.1
 
 #: Bounds on making masks: the bandwidth of `from_dense` over a copy's, `top_blocks` over dense attention's time.
-FROM_DENSE, TOP_BLOCKS = 0.60, 0.03
+FROM_DENSE, TOP_BLOCKS = 0.60, 0.02
 
 # --- masks ----------------------------------------------------------------------------------------
 

@@ -482,6 +482,19 @@ class BlockMeansArgs(NamedTuple):
     x: torch.Tensor  # [B, H, S, D], of any floating-point dtype, any strides
 
 
+class TopBlocksArgs(NamedTuple):
+    """Queries and keys, to the key blocks that hold most of the probability, as `masks.top_blocks` has it."""
+
+    q: torch.Tensor  # [B, H, M, D], of any floating-point dtype, any strides
+    k: torch.Tensor  # [B, H_kv, N, D]
+    keep: float | None  # the share of the blocks that is kept
+    mass: float | None  # or of the probability
+    sink_blocks: int
+    local_blocks: int
+    causal: bool
+    scale: float
+
+
 class AppendArgs(NamedTuple):
     """New keys and values into a paged cache, at positions `cache_seqlens[b]` and up."""
 

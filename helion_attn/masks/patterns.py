@@ -10,9 +10,9 @@ import torch
 
 from helion_attn.configs import MASK_BLOCK
 from helion_attn.masks.blocks import BlockMask, Rule
-from helion_attn.ops.block_mask import block_means
+from helion_attn.ops.block_mask import top_blocks as choose_blocks
 from helion_attn.preprocess.mask_bits import IN_PART, UNSEEN, WHOLE
-from helion_attn.problem import BlockMeansArgs
+from helion_attn.problem import TopBlocksArgs
 from helion_attn.types import Layout
 from helion_attn.validate.block_mask import MAX_TOKENS, check_int
 from helion_attn.validate.dense import check_flag
@@ -318,42 +318,9 @@ def top_blocks(
     check_flag(causal, "causal")
     if layout == "bshd":
         q, k = q.transpose(1, 2), k.transpose(1, 2)
-    M, N, G = q.size(2), k.size(2), q.size(1) // k.size(1)
-    scale = q.size(3) ** -0.5 if sm_scale is None else sm_scale
-    # [B, H_kv, G * M_blocks, D], [B, H_kv, N_blocks, D]
-    mean_q, mean_k = (block_means(BlockMeansArgs(x.detach())) for x in (q, k))
-    mean_q = (mean_q * scale).unflatten(1, (-1, G)).flatten(2, 3)
-    # [B, H, M_blocks, N_blocks]
-    scores = (mean_q @ mean_k.mT).unflatten(2, (G, -1)).flatten(1, 2)
-
-    m_blocks, n_blocks = scores.shape[2:]
-    row, block = (torch.arange(size, device=q.device) for size in (m_blocks, n_blocks))
-    # [M_blocks, N_blocks]: how far a key block is from the diagonal of blocks.
-    ahead = block - row.unsqueeze(1)
-    # Where the diagonal enters the first row block and leaves it, if that is whole; a part has no keys after its own.
-    enters, leaves = (N - M) // MASK_BLOCK, (N - M + MASK_BLOCK - 1) // MASK_BLOCK
-    always = (block < sink_blocks) | ((ahead > enters - local_blocks) & (ahead < leaves + local_blocks))
-    if causal:
-        allowed = ahead <= leaves
-        always = always & allowed
-        scores = scores.masked_fill(~allowed, -math.inf)
-    if mass is not None:
-        share, ranked = scores.softmax(3).sort(dim=3, descending=True)
-        # With NaN in a row, all its blocks.
-        kept = ~(share.cumsum(3) - share >= mass)
-    else:
-        assert keep is not None
-        # A product that is a hair above a whole number is that.
-        ranked = scores.topk(max(1, math.ceil(n_blocks * keep - 1e-6)), 3, sorted=causal).indices
-        kept = None
-        if causal:
-            count = ((row + leaves + 1).clamp(0, n_blocks).double() * keep - 1e-6).ceil().clamp_min(1)
-            kept = block[: ranked.size(3)] < count.unsqueeze(1)
-    if kept is not None:
-        # What is not kept is replaced by the first, which is.
-        ranked = torch.where(kept, ranked, ranked[..., :1])
-    blocks = always.expand(scores.shape).scatter(3, ranked, True)
-    return BlockMask(blocks & allowed if causal else blocks, M, N, tail=tail)
+    scale = q.size(3) ** -0.5 if sm_scale is None else float(sm_scale)
+    asked = TopBlocksArgs(q.detach(), k.detach(), keep, mass, sink_blocks, local_blocks, bool(causal), scale)
+    return BlockMask(choose_blocks(asked), q.size(2), k.size(2), tail=tail)
 
 
 def _ends(S: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

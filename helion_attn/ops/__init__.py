@@ -4,7 +4,7 @@ Kernels are imported on the first call.
 """
 
 from helion_attn.ops.attention import attention, attention_quantized
-from helion_attn.ops.block_mask import block_means, mask_bits, mask_lists
+from helion_attn.ops.block_mask import mask_bits, mask_lists, top_blocks
 from helion_attn.ops.kv_cache import append_kv, decode, step
 from helion_attn.ops.multi_rank import attention_multi_rank, describe_rank, merge_results, quantize_rank
 from helion_attn.ops.quantize import pack, quantize
@@ -17,7 +17,6 @@ __all__ = [
     "attention_multi_rank",
     "attention_quantized",
     "attention_varlen",
-    "block_means",
     "decode",
     "describe_rank",
     "mask_bits",
@@ -27,5 +26,6 @@ __all__ = [
     "quantize",
     "quantize_rank",
     "step",
+    "top_blocks",
     "transform_rows",
 ]

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn import ops
 from helion_attn.configs import MASK_BLOCK
 from helion_attn.masks.blocks import Rule
+from helion_attn.preprocess import block_means as of_means
 from helion_attn.preprocess.mask_bits import IN_PART
 from helion_attn.problem import BlockMeansArgs
 
@@ -199,7 +199,7 @@ def test_block_means(case: str, device: str) -> None:
     """Of 128 numbers or fewer an fp32 mean has at most so many roundings of their mean magnitude."""
     torch.manual_seed(0)
     x = OF_MEANS[case]().to(device)
-    means = ops.block_means(BlockMeansArgs(x))
+    means = of_means.launch(BlockMeansArgs(x))
     assert means.dtype == torch.float32
     error = (means.double() - block_means(x.double())).abs()
     assert bool((error <= (MASK_BLOCK + 1) * 2**-24 * block_means(x.double().abs())).all())

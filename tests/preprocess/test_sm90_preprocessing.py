@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -286,3 +287,21 @@ def test_means_of_blocks(D: int, dtype: torch.dtype) -> None:
     assert_sound(kernel)
     assert widths(kernel, "LDG") == {16}
     assert kernel.ctas_per_sm * kernel.opcodes["LDG"] * 128 * 16 >= 40_000
+
+
+@pytest.mark.thorough(but=1)
+@pytest.mark.parametrize("options", [{"keep": 0.25}, {"mass": 0.9, "causal": True}], ids=["keep", "mass"])
+def test_top_blocks(options: dict[str, Any]) -> None:
+    """Five launches. The one that chooses waits for one load after the other, and has several programs an SM."""
+
+    def launch() -> None:
+        with launching():
+            ha.masks.top_blocks(*(fake_cuda(2, 4, 4096, 128, dtype=BF16) for _ in range(2)), **options)
+
+    kernels = compile_for_sm90(launch)
+    assert len(kernels) == 5
+    for kernel in kernels:
+        assert_sound(kernel)
+    (choosing,) = (kernel for kernel in kernels if "top_blocks" in kernel.name)
+    assert choosing.ctas_per_sm >= 4
+    assert choosing.opcodes["HMMA"] > 0
