@@ -10,7 +10,7 @@ import torch
 from typing_extensions import Unpack
 
 from helion_attn.api import attention, dense_problem
-from helion_attn.configs import SUPPORTED_D
+from helion_attn.configs import MASK_BLOCK, SUPPORTED_D
 from helion_attn.explain import HOPPER_MULTIPROCESSORS
 from helion_attn.masks.blocks import BlockMask, as_block_mask
 from helion_attn.names import options_of, reject_unknown_kwargs
@@ -18,7 +18,7 @@ from helion_attn.ops.choose import choose, shape_of_dense
 from helion_attn.options import MaskedOptions
 from helion_attn.problem import DenseArgs
 from helion_attn.reference.rope import apply_rope
-from helion_attn.reference.shapes import hide_keys_of_rows, to_bhsd
+from helion_attn.reference.shapes import block_means, counted_blocks, hide_keys_of_rows, to_bhsd
 from helion_attn.types import BF16, PRESETS, Recipe, preset_name
 from helion_attn.validate.dense import check_no_gradients
 
@@ -170,6 +170,11 @@ class _Sample:
             kinds = mask._kinds()
             of_heads = [kinds[b % mask.B, h % mask.H] for b, h, _kv in self.heads]
             self.seen = torch.stack([mask._seen_by(self.rows, x) for x in of_heads])
+        #: Which key blocks count for them by their means, bool [heads, rows, N_blocks], or None.
+        self.counted = counted_blocks(mask, False, (self.scores.left, self.scores.right), self.rows)
+        if self.counted is not None:
+            B, H = self.counted.shape[:2]
+            self.counted = torch.stack([self.counted[b % B, h % H] for b, h, _kv in self.heads])
         #: Whether the presets with 16-bit P and V have a kernel.
         self.has_16_bits = max(self.D, self.v.size(3)) <= SUPPORTED_D[-1]
 
@@ -225,10 +230,17 @@ class _Sample:
         dtype = torch.bfloat16 if self.q.dtype == torch.float32 else self.q.dtype
         exact, rounded = (_OnlineSoftmax(self, rounding, self.seen) for rounding in (torch.float64, dtype))
         everything = None if self.seen is None else _OnlineSoftmax(self, torch.float64, None)
+        means = []
         for first, k, v in self.key_blocks():
             for softmax in (exact, rounded, everything):
                 if softmax is not None:
                     softmax.attend(first, k, v)
+            if self.counted is not None:
+                means.append((block_means(k), block_means(v)))
+        if self.counted is not None:
+            mean_k, mean_v = (torch.cat(of, 1) for of in zip(*means, strict=True))
+            for softmax in (exact, rounded):
+                softmax.attend_to_means(mean_k, mean_v, self.counted)
         without = None if everything is None else everything.output()
         return exact.output(), rounded.output().to(dtype).double(), without
 
@@ -260,6 +272,17 @@ class _OnlineSoftmax:
         s = hide_keys_of_rows(s, of.rows, first, of.M, of.N, False, (of.scores.left, of.scores.right))
         if self.seen is not None:
             s = s.masked_fill(~self.seen[..., first : first + k.size(1)], float("-inf"))
+        self._add(s, v)
+
+    def attend_to_means(self, k: torch.Tensor, v: torch.Tensor, counted: torch.Tensor) -> None:
+        """Attend to the means of key blocks, too: [heads, N_blocks, D] and [heads, N_blocks, D_v]."""
+        of = self.sample
+        # [heads, rows, N_blocks]
+        s = of.scores.capped(self.q @ self._rounded(k).mT * of.scores.scale) + math.log(MASK_BLOCK)
+        self._add(s.masked_fill(~counted, float("-inf")), v)
+
+    def _add(self, s: torch.Tensor, v: torch.Tensor) -> None:
+        """Take in scores, and their values."""
         m = torch.maximum(self.m, s.amax(2, keepdim=True))
         shift = torch.where(m == float("-inf"), 0.0, m)
         p, alpha = torch.exp(s - shift), torch.exp(self.m - shift)

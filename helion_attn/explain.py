@@ -22,6 +22,7 @@ from helion_attn.options import CallOptions
 from helion_attn.plans import Plan
 from helion_attn.problem import DenseArgs
 from helion_attn.types import BALANCED, BlockMask, RMSNorm, Rope, is_auto
+from helion_attn.validate.block_mask import check_no_tail
 from helion_attn.validate.dense import check_is_norm, check_no_gradients
 from helion_attn.validate.derivatives import needs_gradient
 
@@ -140,6 +141,7 @@ def explain(
             return _of_pytorch(where, chosen)
     operation, backward = ops.attention, None
     if needs_gradient(q, k, v, problem.scores.sinks, problem.norm.q_weight, problem.norm.k_weight):
+        check_no_tail(problem.block_mask.tail, "where an input requires grad")
         problem = without_prologue(problem)
         operation, backward = attention_training, _backward(problem, return_lse)
     shape = shape_of_dense(problem)
@@ -275,7 +277,9 @@ def _texts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Mapping[s
     for name in CALLED_WITH:
         if (x := options.get(name)) is not None:
             # Sinks are cast.
-            texts[name] = f"shape {[*x.shape]}" if name == "sinks" else "" if name == "block_mask" else repr(x)
+            texts[name] = f"shape {[*x.shape]}" if name == "sinks" else repr(x)
+            if name == "block_mask":
+                texts[name] = "" if getattr(x, "tail", None) is None else "with a tail"
     return texts
 
 

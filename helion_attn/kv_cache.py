@@ -730,7 +730,9 @@ def step(
         cu_seqlens: int32 [B + 1], contiguous: sequence b has tokens `cu_seqlens[b]` up to `cu_seqlens[b + 1]`, at least
             0 and no more than there are. Tokens behind the last sequence are of none.
         block_table: int32 [B, pages of a sequence], contiguous: the pages of each sequence. Sequences do not share a
-            page that is appended to.
+            page that is appended to. One may begin behind pages that another fills in this step; such a page is
+            closed for the other's own queries as well, where `drafts` would keep it open. Entries behind a window may
+            be any.
         seqlens: int32 [B], contiguous: the keys of each sequence, those of its tokens here included. A sequence of 0 or
             less is padding: its keys are not stored, and its rows of the output not written. One that exceeds the block
             table gives NaN.

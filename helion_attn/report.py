@@ -187,7 +187,9 @@ def _modelled(part: Part, sample: _Sample) -> torch.Tensor:
     heads = [h for _b, h, _kv in sample.heads]
     sinks = None if scores.sinks is None else scores.sinks[heads]
     scores = dataclasses.replace(scores, causal=False, window=None, sinks=sinks)
-    out, _lse = attend(rounded._replace(**of_rows), a.recipe, scores, seen.expand(1, len(heads), -1, -1), a.packing.bn)
+    counted = None if sample.counted is None else sample.counted.unsqueeze(0)
+    seen = seen.expand(1, len(heads), -1, -1)
+    out, _lse = attend(rounded._replace(**of_rows), a.recipe, scores, seen, a.packing.bn, counted)
     return out[0].to(a.out_dtype).double()
 
 

@@ -162,7 +162,8 @@ def problem_of(
 
 
 def rows_of_mask(mask: ha.BlockMask, rows: Tensor) -> ha.BlockMask:
-    """What some queries of a mask see, int64 [rows], as a mask of these queries."""
+    """What some queries of a mask see, int64 [rows], as a mask of these queries, which can have no tail."""
+    assert mask.tail is None
     return ha.BlockMask.from_dense(torch.stack([mask._seen_by(rows, kinds) for kinds in mask._kinds()[0]]))
 
 

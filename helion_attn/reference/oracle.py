@@ -90,7 +90,9 @@ def attention(
     lse = q.new_empty((B, H, M), dtype=torch.float64)
     rows = max(1, _SCORES_AT_ONCE // N)
     visible = visible_scores(block_mask, B, H)
-    counted = counted_blocks(block_mask, B, H, given.causal, given.window)
+    counted = counted_blocks(block_mask, given.causal, given.window)
+    if counted is not None:
+        counted = counted.expand(B, H, -1, -1)
     for b in range(B):
         for h_kv in range(H_kv):
             k64, v64 = k[b, h_kv].double(), v[b, h_kv].double()

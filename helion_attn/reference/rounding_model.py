@@ -462,16 +462,20 @@ def attend(
     scores: ScoreOptions,
     block_mask: BlockMask | FlexMask | torch.Tensor | None = None,
     block_n: int | None = None,
+    counted: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(out, lse)` of `fp8_attention`, fp32, BHSD, from what is quantised."""
+    """`(out, lse)` of `fp8_attention`, fp32, BHSD, from what is quantised.
+
+    Beside a mask by scores, `counted` says which key blocks count by their means, bool [B, H, M, N_blocks].
+    """
     B, H, M, D = r.q8.shape
     H_kv, N, D_v = r.v8.shape[1:]
     scale, softcap, sinks = default_sm_scale(scores.sm_scale, D), scores.softcap, scores.sinks
     bn = packing(D, D_v, recipe.bits).bn if block_n is None else block_n
     blocks = [(j, min(j + bn, N)) for j in range(0, N, bn)]
-    counted = counted_blocks(block_mask, B, H, scores.causal, scores.window)
+    counted = counted_blocks(block_mask, scores.causal, scores.window) if counted is None else counted
     if counted is not None:
-        # [B, H, M, tail_blocks * bn]
+        # [B or 1, H or 1, M, tail_blocks * bn]
         counted = torch.nn.functional.pad(counted, (0, -counted.size(3) % MASK_BLOCK))
         blocks += [(N + j, N + j + MASK_BLOCK) for j in range(0, counted.size(3), MASK_BLOCK)]
         r = _with_means(r, recipe)

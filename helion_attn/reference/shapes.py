@@ -62,23 +62,31 @@ def visible_scores(mask: BlockMask | FlexMask | torch.Tensor | None, B: int, H: 
 
 
 def counted_blocks(
-    mask: BlockMask | FlexMask | torch.Tensor | None, B: int, H: int, causal: bool, window: tuple[int, int] | None
+    mask: BlockMask | FlexMask | torch.Tensor | None,
+    causal: bool,
+    window: tuple[int, int] | None,
+    rows: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """The key blocks that count by their means for each query, bool [B, H, M, N_blocks]; None without a tail."""
+    """The key blocks that count by their means for queries, all or int64 [rows]: bool [B, H, rows, N_blocks].
+
+    None without a tail. All queries of a row block see all of such a block.
+    """
     made = None if isinstance(mask, torch.Tensor) else as_block_mask(mask)
     if made is None or made.tail is None:
         return None
-    rows = torch.arange(made.M, device=made.device)
-    # [B, H, M, N_blocks]
-    counts = made._tail_counts()[:, :, rows // MASK_BLOCK].expand(B, H, -1, -1)
-    # All queries of a row block see a whole block: the first one its last key, the last one its first key.
-    first_row = rows // MASK_BLOCK * MASK_BLOCK
-    zeros = torch.zeros((made.M, counts.size(3) * MASK_BLOCK), device=made.device)
-    seen = [
-        hide_keys_of_rows(zeros, first_row + ahead, 0, made.M, made.N, causal, window) == 0
-        for ahead in (0, MASK_BLOCK - 1)
-    ]
-    return counts & (seen[0] & seen[1]).unflatten(1, (-1, MASK_BLOCK)).all(2)
+    rows = torch.arange(made.M, device=made.device) if rows is None else rows
+    left, right = window or (-1, -1)
+    right = 0 if causal else right
+    row_block = rows // MASK_BLOCK
+    first = (row_block * MASK_BLOCK + made.N - made.M).unsqueeze(1)
+    last = ((row_block + 1) * MASK_BLOCK - 1).clamp_max(made.M - 1).unsqueeze(1) + made.N - made.M
+    counts = made._tail_counts()[:, :, row_block]
+    key = torch.arange(counts.size(3), device=made.device) * MASK_BLOCK
+    if right >= 0:
+        counts = counts & (key + MASK_BLOCK - 1 <= first + right)
+    if left >= 0:
+        counts = counts & (key >= last - left)
+    return counts
 
 
 def block_means(x: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,6 +105,42 @@ def test_equal_keys_lose_nothing(causal: bool, device: str) -> None:
     assert_like_oracle((q, k, v), mask, causal=causal)
 
 
+@pytest.mark.parametrize(
+    ("M", "N", "window"), [(5, 256, (1000, 0)), (65, 129, (300, 200)), (1, 1024, (600, 0)), (200, 512, (10**12, -1))]
+)
+def test_far_windows_of_ragged_queries(M: int, N: int, window: tuple[int, int], device: str) -> None:
+    """The last row block has fewer queries than others: what each of them sees counts."""
+    mask = ha.BlockMask(torch.zeros(1, 1, -(-M // 128), -(-N // 128), dtype=torch.bool, device=device), M, N, tail=True)
+    assert_like_oracle(inputs(1, 1, 1, M, N, 64, device), mask, window=window)
+
+
+def test_one_query_counts_what_it_sees() -> None:
+    """By hand: of eight blocks those within 600 keys before the last one."""
+    q, k, v = make_qkv("randn", 1, 1, 1, 1, 1024, 64)
+    mask = ha.BlockMask(torch.zeros(1, 1, 1, 8, dtype=torch.bool), 1, 1024, tail=True)
+    mean_k, mean_v = (block_means(x.double()) for x in (k, v))
+    s = (q.double() @ mean_k.mT / 8)[..., 4:]
+    expected = s.softmax(3) @ mean_v[:, :, 4:]
+    assert relative_error(ha.reference.attention(q, k, v, block_mask=mask, window=(600, 0)), expected) < 1e-12
+
+
+def test_check_counts_the_tail() -> None:
+    qkv = make_qkv("biased_v", 1, 2, 1, 300, 512, 64)
+    mask = with_tail(1, 2, 300, 512, "cpu")
+    found = ha.check(*qkv, block_mask=mask, causal=True)
+    exact, dense = (ha.reference.attention(*qkv, block_mask=of, causal=True) for of in (mask, None))
+    assert found.errors["BALANCED"].total < 0.06
+    assert found.pattern is not None
+    assert abs(found.pattern.total - relative_error(exact, dense)) < 0.05 * found.pattern.total
+
+
+def test_debug_takes_it_for_right(tmp_path: Path) -> None:
+    qkv = make_qkv("biased_v", 1, 2, 1, 200, 384, 64)
+    with ha.debug(save=tmp_path):
+        ha.attention(*qkv, block_mask=with_tail(1, 2, 200, 384, "cpu"), causal=True)
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_tail_decides(device: str) -> None:
     qkv = inputs(1, 2, 2, 200, 384, 64, device)
     mask = with_tail(1, 2, 200, 384, device)
@@ -192,6 +229,8 @@ def test_it_has_no_gradient() -> None:
     q, k, v = (x.requires_grad_() for x in make_qkv("randn", 1, 2, 1, 300, 512, 64))
     with pytest.raises(ValueError, match="block_mask has a tail; where an input requires grad it must have none"):
         ha.attention(q, k, v, block_mask=with_tail(1, 2, 300, 512, "cpu"))
+    with pytest.raises(ValueError, match="block_mask has a tail"):
+        ha.explain(q, k, v, block_mask=with_tail(1, 2, 300, 512, "cpu"))
 
 
 def test_packed_tensors_have_no_means() -> None:

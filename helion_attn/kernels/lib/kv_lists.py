@@ -138,7 +138,9 @@ def within_tail(
     diagonal_of_first = int32(diagonal) - (int32(row_begin) & (MASK_BLOCK - 1))
     begin, stop = int32(0), int32(n_len // bn)
     if spec.scores.has_left:
-        begin = quotient(torch.clamp_min(diagonal_of_first + int32(MASK_BLOCK - 1 - left), 0) + (bn - 1), int32(bn))
+        # The last query's diagonal ends at the last key.
+        diagonal_of_last = torch.minimum(diagonal_of_first + (MASK_BLOCK - 1), int32(n_len - 1))
+        begin = quotient(torch.clamp_min(diagonal_of_last - int32(left), 0) + (bn - 1), int32(bn))
     if spec.scores.has_right:
         stop = torch.minimum(stop, quotient(torch.clamp_min(diagonal_of_first + int32(right + 1), 0), int32(bn)))
     words = []
