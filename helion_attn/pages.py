@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import torch
 
+from helion_attn import ops
+from helion_attn.problem import TopPagesArgs
 from helion_attn.types import Layout, PagedKVCache, key_descales
 from helion_attn.validate.kv_cache import check_kv_cache
 from helion_attn.validate.pages import check_top, check_update_means
@@ -100,8 +102,7 @@ def top(
     """Block tables of the `pages` pages of each KV head that the queries like best.
 
     A query head gives a page the share that the page's mean key would have in a softmax over all pages. Query heads
-    that share a KV head add up their shares, and queries of one call are averaged first. It is an estimate. It takes
-    many small launches: make one choice for several layers.
+    that share a KV head add up their shares, and queries of one call are averaged first. It is an estimate.
 
     Args:
         q: [B, H, M, D], of any floating-point dtype; with layout="bshd", H and M swapped.
@@ -138,29 +139,8 @@ def top(
     check_top(q, means, cache, block_table, cache_seqlens, pages, sink_pages, local_pages, sm_scale, layout)
     if layout == "bshd":
         q = q.transpose(1, 2)
-    num_pages, H_kv = cache.k8.shape[:2]
-    page_size, width = cache.page_size, block_table.size(1)
-    scale = cache.D**-0.5 if sm_scale is None else sm_scale
-    # [B, H_kv, G, D] and [B, H_kv, width, D]
-    mean_q = (q.detach().float().mean(2) * scale).unflatten(1, (H_kv, -1)).to(means.dtype)
-    mean_k = means[block_table.long().clamp(0, num_pages - 1)].transpose(1, 2)
-    # [B, H_kv, G, width]
-    scores = (mean_q @ mean_k.mT).float()
-
-    # [B, 1, width]
-    length = cache_seqlens.unsqueeze(1)
-    count = (length + page_size - 1) // page_size
-    slot = torch.arange(width, device=q.device)
-    there = (slot < count).unsqueeze(1)
-    always = there & ((slot < sink_pages) | (slot >= count - local_pages)).unsqueeze(1)
-    # A page with a NaN is kept, so that attention shows it.
-    unknown = scores.isnan()
-    share = scores.masked_fill(unknown | ~there.unsqueeze(1), -torch.inf).softmax(3).sum(2).nan_to_num(0.0)
-    share = share.masked_fill(unknown.any(2), torch.finfo(torch.float32).max)
-    share = share.masked_fill(~there, -1.0).masked_fill(always, torch.inf)
-    # [B, H_kv, pages]
-    chosen = share.topk(min(pages, width), 2).indices.sort(2).values
-    few = block_table.unsqueeze(1).expand(-1, H_kv, -1).gather(2, chosen)
-    keys = length - (count - pages).clamp_min(0) * page_size
-    keys = torch.where((length >= 0) & (length <= width * page_size), keys, -1)
-    return few, keys.to(torch.int32).expand(-1, H_kv).contiguous()
+    scale = cache.D**-0.5 if sm_scale is None else float(sm_scale)
+    tables = block_table.contiguous(), cache_seqlens.contiguous()
+    return ops.top_pages(
+        TopPagesArgs(q.detach().contiguous(), means, *tables, cache.page_size, pages, sink_pages, local_pages, scale)
+    )

@@ -495,6 +495,20 @@ class TopBlocksArgs(NamedTuple):
     scale: float
 
 
+class TopPagesArgs(NamedTuple):
+    """Queries and the mean keys of a cache's pages, to the pages that they like best, as `pages.top` has it."""
+
+    q: torch.Tensor  # [B, H, M, D], of any floating-point dtype, contiguous
+    means: torch.Tensor  # [num_pages + 1, H_kv, D]
+    block_table: torch.Tensor  # int32 [B, width]
+    cache_seqlens: torch.Tensor  # int32 [B]
+    page_size: int
+    pages: int  # that are kept of each sequence and KV head
+    sink_pages: int
+    local_pages: int
+    scale: float
+
+
 class AppendArgs(NamedTuple):
     """New keys and values into a paged cache, at positions `cache_seqlens[b]` and up."""
 

@@ -140,6 +140,33 @@ def test_top_pages_are_what_queries_like(device: str) -> None:
     ]
 
 
+@pytest.mark.parametrize(("group", "M", "width", "pages"), [(1, 1, 300, 40), (4, 3, 70, 9), (5, 1, 5, 5)])
+def test_top_pages_by_their_shares(group: int, M: int, width: int, pages: int, device: str) -> None:
+    """Of random mean keys: no page is kept that has less of the probability than one that is not."""
+    generator = torch.Generator().manual_seed(width)
+    lengths = torch.tensor([width * 128, width * 64 + 1, 100])
+    cache = ha.paged_kv_cache(3 * width, H_KV, D, device=device)
+    means = torch.randn(3 * width + 1, H_KV, D, generator=generator).bfloat16().to(device)
+    table = torch.randperm(3 * width, generator=generator).int().view(3, width).to(device)
+    q = torch.randn(3, group * H_KV, M, D, generator=generator).bfloat16().to(device)
+    few, keys = ha.pages.top(q, means, cache, table, lengths.int().to(device), pages=pages, local_pages=2)
+    # [B, H_kv, width], fp64
+    of_pages = means[table.long()].transpose(1, 2).double()
+    scores = q.double().mean(2).unflatten(1, (H_KV, group)) @ of_pages.mT / D**0.5
+    slot, count = torch.arange(width, device=device), -(-lengths // 128).to(device).view(3, 1, 1)
+    share = scores.masked_fill(slot >= count.unsqueeze(3), -torch.inf).softmax(3).sum(2)
+    share = share.masked_fill((slot < 1) | (slot >= count - 2), 9.0).masked_fill(slot >= count, -1.0)
+    kept = (few.unsqueeze(3) == table[:, None, None]).any(2)
+    assert torch.equal(kept.sum(2), torch.full((3, H_KV), pages, device=device))
+    # In the order of their keys.
+    places = (few.unsqueeze(3) == table[:, None, None]).int().argmax(3)
+    assert torch.all(places.diff(dim=2) > 0)
+    least, most = share.masked_fill(~kept, 99.0).amin(2), share.masked_fill(kept, -99.0).amax(2)
+    assert torch.all(least >= most - 0.005 * most.abs())
+    full = lengths.to(device) - (count.flatten() - pages).clamp_min(0) * 128
+    assert torch.equal(keys, full.int().unsqueeze(1).expand(-1, H_KV))
+
+
 def test_what_attention_makes_nan_of_stays_nan(device: str) -> None:
     q, _, _, (cache, table, lengths) = filled(device)
     means = means_of(cache, table)

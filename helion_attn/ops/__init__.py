@@ -5,7 +5,7 @@ Kernels are imported on the first call.
 
 from helion_attn.ops.attention import attention, attention_quantized
 from helion_attn.ops.block_mask import mask_bits, mask_lists, top_blocks
-from helion_attn.ops.kv_cache import append_kv, decode, step
+from helion_attn.ops.kv_cache import append_kv, decode, step, top_pages
 from helion_attn.ops.multi_rank import attention_multi_rank, describe_rank, merge_results, quantize_rank
 from helion_attn.ops.quantize import pack, quantize
 from helion_attn.ops.transform_rows import transform_rows
@@ -27,5 +27,6 @@ __all__ = [
     "quantize_rank",
     "step",
     "top_blocks",
+    "top_pages",
     "transform_rows",
 ]

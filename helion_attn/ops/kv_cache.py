@@ -12,7 +12,8 @@ from helion_attn.configs import scheduling
 from helion_attn.ops import flops
 from helion_attn.ops.attention import empty_out_and_lse
 from helion_attn.ops.declare import Operation
-from helion_attn.problem import AppendArgs, DecodeArgs, OpenPagesArgs, PackedBatch, StepArgs
+from helion_attn.preprocess import top_pages as choose_pages
+from helion_attn.problem import AppendArgs, DecodeArgs, OpenPagesArgs, PackedBatch, StepArgs, TopPagesArgs
 
 
 def _launch_append(a: AppendArgs) -> tuple[torch.Tensor, ...]:
@@ -130,6 +131,7 @@ def _empty_lse(a: StepArgs) -> torch.Tensor:
     return a.q.new_empty((a.q.size(1), a.q.size(0)), dtype=torch.float32)
 
 
+top_pages = Operation("top_pages", TopPagesArgs, 2, choose_pages.launch, choose_pages.empty_tables)
 append_kv = Operation(
     "append_kv",
     AppendArgs,

@@ -66,6 +66,12 @@ def decode(
     return ha.attention_kvcache(q, cache, table, seqlens + k.size(2), num_splits=2, return_lse=True)
 
 
+def top_pages(q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, seqlens: torch.Tensor) -> None:
+    """Pages of an empty cache."""
+    cache = ha.paged_kv_cache(2, k.size(1), k.size(3), device=q.device)
+    ha.pages.top(q, ha.pages.empty_means(cache), cache, table, seqlens + 30, pages=3)
+
+
 def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, seqlens: torch.Tensor) -> torch.Tensor:
     """A cache, filled by two sequences of a packed batch, whose last 3 tokens have queries of their own."""
     cache = ha.paged_kv_cache(2, k.size(1), k.size(3), device=q.device)
@@ -106,6 +112,8 @@ def test_every_op_is_recorded(device: str) -> None:
         ha.masks.top_blocks(*qkv_on(device)[:2], keep=0.5)
         decode(*kv_on(device))
         step(*kv_on(device))
+        q, k, _v, *tables = kv_on(device)
+        top_pages(q, k, *tables)
         ha.attention_varlen(*varlen_on(device))
         over_ranks(device)
         q, k, v = (x.requires_grad_() for x in qkv_on(device))
@@ -136,6 +144,14 @@ def test_opcheck_of_top_blocks(device: str) -> None:
     assert len(recorder.calls) == 2
     for op, arguments in recorder.calls.values():
         torch.library.opcheck(op, arguments, test_utils=CHECKS)
+
+
+def test_opcheck_of_top_pages(device: str) -> None:
+    q, k, _v, *tables = kv_on(device)
+    with Recorder() as recorder:
+        top_pages(q, k, *tables)
+    ((op, arguments),) = recorder.calls.values()
+    torch.library.opcheck(op, arguments, test_utils=CHECKS)
 
 
 OPCHECKED = {name: RECIPES[name] for name in (*LADDER, "q_block", "e5m2") if name != "bf16"}

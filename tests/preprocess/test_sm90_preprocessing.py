@@ -26,6 +26,7 @@ from helpers.offline import (
     compile_append,
     compile_quantize,
     every_third,
+    fake_cache,
     fake_qkv,
     fake_varlen,
     launching,
@@ -305,3 +306,20 @@ def test_top_blocks(options: dict[str, Any]) -> None:
     (choosing,) = (kernel for kernel in kernels if "top_blocks" in kernel.name)
     assert choosing.ctas_per_sm >= 4
     assert choosing.opcodes["HMMA"] > 0
+
+
+@pytest.mark.thorough
+def test_top_pages() -> None:
+    """One launch, of programs of which an SM holds several."""
+
+    def launch() -> None:
+        with launching():
+            cache = fake_cache(64, 8, 128, 128, ha.BALANCED)
+            means = fake_cuda(65, 8, 128, dtype=BF16)
+            tables = fake_cuda(4, 1000, dtype=torch.int32), fake_cuda(4, dtype=torch.int32)
+            ha.pages.top(fake_cuda(4, 32, 1, 128, dtype=BF16), means, cache, *tables, pages=64)
+
+    (kernel,) = compile_for_sm90(launch)
+    assert_sound(kernel)
+    assert kernel.ctas_per_sm >= 3
+    assert kernel.opcodes["HMMA"] > 0

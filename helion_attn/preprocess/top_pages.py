@@ -1,0 +1,200 @@
+"""The pages of a paged cache that queries like best, of each KV head, as the mean keys of pages have it.
+
+A query head gives a page the share that its mean key has in a softmax over all pages. The heads of a group add theirs
+up. Shares are ordered by their bits, and the threshold that leaves as many pages as are to be kept is found bit by bit.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from helion_attn.compiler.helion_adapter import Config, hl
+from helion_attn.compiler.runners import by_device
+from helion_attn.kernels.lib.scalars import int32
+from helion_attn.preprocess.top_blocks import LEAST
+from helion_attn.problem import TopPagesArgs
+
+#: Pages that a step has, and as many of which only the shares are read.
+PAGES, SHARES = 32, 256
+
+#: Query heads of a program, at least: rows of a product.
+LEAST_HEADS = 16
+
+#: The share of a page with a NaN, so that attention shows it, and of one that is kept whatever its share.
+UNKNOWN, ALWAYS = torch.finfo(torch.float32).max, float("inf")
+
+
+class TopPagesSpec(NamedTuple):
+    """Constants that the kernel is compiled for."""
+
+    heads: int  # the power of two that holds the query heads of a KV head
+    d_tile: int  # the power of two that holds their channels
+    pages: int  # that a step has
+    shares: int  # that a step reads
+    is_cuda: bool  # the kernel is compiled; otherwise interpreted
+
+
+def top_pages(
+    q: torch.Tensor,  # [B * H, M, D]
+    means: torch.Tensor,  # [(num_pages + 1) * H_kv, D]
+    block_table: torch.Tensor,  # [B * width]
+    cache_seqlens: torch.Tensor,  # [B]
+    scores: torch.Tensor,  # [B * H, width], written, and so the rest
+    shares: torch.Tensor,  # [B * H_kv, width]
+    few: torch.Tensor,  # [B * H_kv, pages]
+    keys: torch.Tensor,  # [B * H_kv]
+    M: int,
+    group: int,
+    kv_heads: int,
+    num_pages: int,
+    width: int,
+    page_size: int,
+    sink_pages: int,
+    local_pages: int,
+    scale: float,
+    spec: hl.constexpr,  # TopPagesSpec
+) -> None:
+    """Write the pages of each KV head in their order, and how many keys they have. `scale` is over M."""
+    D = hl.specialize(means.size(1))
+    hl.specialize((q.stride(0), q.stride(1), means.stride(0), block_table.stride(0), cache_seqlens.stride(0)))
+    pages = few.size(1)
+    for b, h in hl.grid([cache_seqlens.size(0), kv_heads]):
+        bh = b * kv_heads + h
+        # [heads]
+        head = hl.arange(spec.heads)
+        cols = hl.arange(spec.d_tile)
+        at = bh * group + head
+        inside = (head < group).unsqueeze(1) & (cols < D).unsqueeze(0)
+        # [heads, d_tile]
+        mean_q = hl.zeros([spec.heads, spec.d_tile], dtype=torch.float32)
+        for m in hl.grid(M):
+            mean_q = mean_q + hl.load(q, [at, m, cols], extra_mask=inside).to(torch.float32)
+        mean_q = mean_q * scale
+        length = hl.load(cache_seqlens, [b])
+        count = (torch.clamp_min(length, 0) + (page_size - 1)) // page_size
+        largest = hl.full([spec.heads], float("-inf"), dtype=torch.float32)
+        total = hl.zeros([spec.heads], dtype=torch.float32)
+        for step in hl.grid((width + spec.pages - 1) // spec.pages):
+            slot = step * spec.pages + hl.arange(spec.pages)
+            listed = hl.load(block_table, [b * width + slot], extra_mask=slot < width)
+            page = torch.clamp_max(torch.clamp_min(listed, 0), num_pages - 1).to(torch.int64)
+            there = ((slot < width) & (slot < count)).unsqueeze(0)
+            # [pages, d_tile]
+            of_page = (cols < D).unsqueeze(0) & (slot < width).unsqueeze(1)
+            k = hl.load(means, [page * kv_heads + h, cols], extra_mask=of_page).to(torch.float32)
+            # [heads, pages]
+            s = torch.matmul(mean_q, k.transpose(0, 1))
+            hl.store(scores, [at, slot], s, extra_mask=(head < group).unsqueeze(1) & (slot < width).unsqueeze(0))
+            known = torch.where(there & (s == s), s, float("-inf"))
+            before, largest = largest, torch.maximum(largest, torch.amax(known, 1))
+            reference = torch.where(largest == float("-inf"), 0.0, largest)
+            total = total * torch.exp(before - reference) + torch.exp(known - reference.unsqueeze(1)).sum(1)
+        if spec.is_cuda:
+            # All have written the scores.
+            hl.inline_triton("tl.debug_barrier()", args=(), output_like=None)
+        for share_step in hl.grid((width + spec.pages - 1) // spec.pages):
+            slot = share_step * spec.pages + hl.arange(spec.pages)
+            there = (slot < width) & (slot < count)
+            s = hl.load(scores, [at, slot], extra_mask=(head < group).unsqueeze(1) & (slot < width).unsqueeze(0))
+            of_head = (head < group).unsqueeze(1) & there.unsqueeze(0)
+            unknown = torch.amax((of_head & (s != s)).to(torch.int32), 0) > 0
+            of_total = torch.exp(s - largest.unsqueeze(1)) / total.unsqueeze(1)
+            # [pages]; of what is infinite or without a sum, 0.
+            share = torch.where(of_head & (of_total <= 1.0), of_total, 0.0).sum(0)
+            share = torch.where(unknown, UNKNOWN, share)
+            share = torch.where((slot < sink_pages) | (slot >= count - local_pages), ALWAYS, share)
+            hl.store(shares, [bh, slot], torch.where(there, share, -1.0), extra_mask=slot < width)
+        if spec.is_cuda:
+            # All have written the shares.
+            hl.inline_triton("tl.debug_barrier()", args=(), output_like=None)
+        threshold = hl.full([], LEAST, dtype=torch.int32)
+        for bit in hl.grid(32):
+            higher = threshold ^ (int32(1) << int32(31 - bit))
+            held = hl.zeros([spec.shares], dtype=torch.int32)
+            for held_step in hl.grid((width + spec.shares - 1) // spec.shares):
+                held = held + (ordered_shares(shares, bh, held_step, width, spec) >= higher).to(torch.int32)
+            threshold = torch.where(held.sum(0) >= pages, higher, threshold)
+        over = hl.zeros([spec.shares], dtype=torch.int32)
+        for over_step in hl.grid((width + spec.shares - 1) // spec.shares):
+            over = over + (ordered_shares(shares, bh, over_step, width, spec) > threshold).to(torch.int32)
+        # How many at the threshold are kept, the first ones.
+        left = pages - over.sum(0)
+        placed = hl.zeros([], dtype=torch.int32)
+        equal_before = hl.zeros([], dtype=torch.int32)
+        for last_step in hl.grid((width + spec.shares - 1) // spec.shares):
+            slot_of_share = last_step * spec.shares + hl.arange(spec.shares)
+            ordered = ordered_shares(shares, bh, last_step, width, spec)
+            equal = (ordered == threshold).to(torch.int32)
+            rank = equal_before + hl.cumsum(equal, 0).to(torch.int32) - equal
+            keeps = (slot_of_share < width) & ((ordered > threshold) | ((equal > 0) & (rank < left)))
+            place = placed + hl.cumsum(keeps.to(torch.int32), 0).to(torch.int32) - 1
+            listed_page = hl.load(block_table, [b * width + slot_of_share], extra_mask=slot_of_share < width)
+            hl.store(few, [bh, place], listed_page, extra_mask=keeps)
+            placed = placed + keeps.to(torch.int32).sum(0).to(torch.int32)
+            equal_before = equal_before + equal.sum(0).to(torch.int32)
+        of_few = length - torch.clamp_min(count - pages, 0) * page_size
+        fits = (length >= 0) & (length <= width * page_size)
+        hl.store(keys, [bh], torch.where(fits, of_few, -1).to(torch.int32))
+
+
+def ordered_shares(
+    shares: torch.Tensor,  # [B * H_kv, width]
+    bh: int,
+    step: int,
+    width: int,
+    spec: TopPagesSpec,
+) -> torch.Tensor:
+    """int32 [shares] in the order of a step's shares; past the table, less than any."""
+    slot = step * spec.shares + hl.arange(spec.shares)
+    bits = hl.load(shares, [bh, slot], extra_mask=slot < width).view(torch.int32)
+    # Of negative numbers all bits but the sign turn around.
+    return torch.where(slot < width, bits ^ ((bits >> 31) & 0x7FFFFFFF), LEAST)
+
+
+kernel = by_device(top_pages, Config(num_warps=4, indexing="pointer"))
+
+
+def launch(a: TopPagesArgs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the pages of each KV head, int32 [B, H_kv, pages], and how many keys they have, int32 [B, H_kv]."""
+    B, H, M, D = a.q.shape
+    H_kv, width = a.means.size(1), a.block_table.size(1)
+    few, keys = empty_tables(a)
+    group = H // H_kv
+    kernel(a.q.is_cuda).run(
+        {
+            "q": a.q.view(B * H, M, D),
+            "means": a.means.view(-1, D),
+            "block_table": a.block_table.view(-1),
+            "cache_seqlens": a.cache_seqlens,
+            "scores": a.q.new_empty((B * H, width), dtype=torch.float32),
+            "shares": a.q.new_empty((B * H_kv, width), dtype=torch.float32),
+            "few": few.view(B * H_kv, -1),
+            "keys": keys.view(-1),
+            "M": M,
+            "group": group,
+            "kv_heads": H_kv,
+            "num_pages": a.means.size(0) - 1,
+            "width": width,
+            "page_size": a.page_size,
+            "sink_pages": a.sink_pages,
+            "local_pages": a.local_pages,
+            "scale": a.scale / M,
+            "spec": TopPagesSpec(
+                heads=max(LEAST_HEADS, 1 << (group - 1).bit_length()),
+                d_tile=max(16, 1 << (D - 1).bit_length()),
+                pages=PAGES,
+                shares=SHARES,
+                is_cuda=a.q.is_cuda,
+            ),
+        }
+    )
+    return few, keys
+
+
+def empty_tables(a: TopPagesArgs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocate what `launch` returns."""
+    B, H_kv = a.q.size(0), a.means.size(1)
+    few = a.block_table.new_empty((B, H_kv, min(a.pages, a.block_table.size(1))))
+    return few, a.block_table.new_empty((B, H_kv))
