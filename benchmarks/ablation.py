@@ -111,19 +111,13 @@ def heads_fastest(tile: TileConfig) -> Config:
 
 @dataclass(frozen=True)
 class Variant:
-    """What differs from the shipped kernel.
+    """What differs from the shipped kernel."""
 
-    Attributes:
-        tile: fields of its config.
-        recipe: fields of FAST.
-        step: a function of the kernel: the module that calls it, its name there, and what stands in for it.
-        interleaved: V's keys are stored in the order of P's registers.
-    """
-
-    tile: dict[str, Any] = field(default_factory=dict)
-    recipe: dict[str, Any] = field(default_factory=dict)
+    tile: dict[str, Any] = field(default_factory=dict)  # fields of its config
+    recipe: dict[str, Any] = field(default_factory=dict)  # fields of FAST
+    # A function of the kernel: the module that calls it, its name there, and what stands in for it.
     step: tuple[types.ModuleType, str, Callable[..., Any]] | None = None
-    interleaved: bool = True
+    interleaved: bool = True  # V's keys are stored in the order of P's registers
 
 
 #: Other tiles, by head dim: near those of `devtools.tune.candidates`.

@@ -309,18 +309,12 @@ def cost_tables(loaded: Loaded) -> list[Table]:
 
 @dataclass(frozen=True)
 class Pareto:
-    """What a recipe gains and costs.
+    """What a recipe gains and costs."""
 
-    Attributes:
-        D, S: where.
-        points: (end-to-end ms, RMSE on outliers) by recipe.
-        fa3_rmse: of FlashAttention-3 in FP8, if it was measured.
-    """
-
-    D: int
+    D: int  # D, S: where
     S: int
-    points: dict[str, tuple[float, float]]
-    fa3_rmse: float | None
+    points: dict[str, tuple[float, float]]  # (end-to-end ms, RMSE on outliers) by recipe
+    fa3_rmse: float | None  # of FlashAttention-3 in FP8, if it was measured
 
 
 def pareto(loaded: Loaded) -> Pareto | None:

@@ -79,23 +79,14 @@ TIMEOUT = 300
 
 
 class Cell(NamedTuple):
-    """One problem on so many GPUs.
+    """One problem on so many GPUs."""
 
-    Attributes:
-        scaling: "strong", one problem for all numbers of GPUs; or "weak", so many tokens a GPU.
-        N: tokens of all.
-        H: query heads.
-        H_kv: KV heads.
-        causal: zigzag if it is, otherwise each rank has one run.
-        D: head dim.
-    """
-
-    scaling: str
-    N: int
-    H: int
-    H_kv: int
-    causal: bool
-    D: int = 128
+    scaling: str  # "strong", one problem for all numbers of GPUs; or "weak", so many tokens a GPU
+    N: int  # tokens of all
+    H: int  # query heads
+    H_kv: int  # KV heads
+    causal: bool  # zigzag if it is, otherwise each rank has one run
+    D: int = 128  # head dim
 
     @property
     def balance(self) -> Balance:

@@ -43,21 +43,13 @@ BOUNDS = {"SmolLM2-135M": (0.0155, 0.032), "Gemma 3 270M": (0.0175, 0.04)}
 
 
 class Layer(NamedTuple):
-    """What a layer's attention is given.
+    """What a layer's attention is given."""
 
-    Attributes:
-        q: bf16 [1, H, S, D], after norm and RoPE.
-        k: bf16 [1, H_kv, S, D], likewise.
-        v: bf16 [1, H_kv, S, D_v].
-        sm_scale: multiplies q k^T.
-        left: keys before its own that a query sees; -1 for all.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    sm_scale: float
-    left: int
+    q: Tensor  # bf16 [1, H, S, D], after norm and RoPE
+    k: Tensor  # bf16 [1, H_kv, S, D], likewise
+    v: Tensor  # bf16 [1, H_kv, S, D_v]
+    sm_scale: float  # multiplies q k^T
+    left: int  # keys before its own that a query sees; -1 for all
 
     def first(self, tokens: int) -> Layer:
         """Of the first tokens alone, which see none of the others."""
@@ -205,18 +197,12 @@ def run(options: Options, results: Results) -> None:
 
 
 class Summary(NamedTuple):
-    """A model's errors with a preset.
+    """A model's errors with a preset."""
 
-    Attributes:
-        mean, median: over the heads of all layers.
-        worst: of them.
-        layer, head: that have it.
-    """
-
-    mean: float
+    mean: float  # mean, median: over the heads of all layers
     median: float
-    worst: float
-    layer: int
+    worst: float  # of them
+    layer: int  # layer, head: that have it
     head: int
 
 

@@ -51,17 +51,11 @@ from helion_attn.numerics import MAX_BITS_D
 
 
 class Format(NamedTuple):
-    """A format of scores, and how P comes from them.
+    """A format of scores, and how P comes from them."""
 
-    Attributes:
-        recipe: key of the preset that has such products.
-        half_scores: they are summed in fp16.
-        by_bits: P's numbers come from a score's bits.
-    """
-
-    recipe: str
-    half_scores: bool
-    by_bits: bool
+    recipe: str  # key of the preset that has such products
+    half_scores: bool  # they are summed in fp16
+    by_bits: bool  # P's numbers come from a score's bits
 
     @property
     def fields(self) -> ha.Recipe:

@@ -135,19 +135,12 @@ def _memory_row(w: Workload, q: Tensor, k: Tensor, v: Tensor) -> Row:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """What is timed: `run` reads `read` bytes and writes what it returns, each once.
+    """What is timed: `run` reads `read` bytes and writes what it returns, each once."""
 
-    Attributes:
-        part: what it is called in result rows.
-        recipe: a preset, or None for a stage that no recipe changes.
-        run: one launch.
-        read: bytes, tables included.
-    """
-
-    part: str
-    recipe: str | None
-    run: Callable[[], object]
-    read: int
+    part: str  # what it is called in result rows
+    recipe: str | None  # a preset, or None for a stage that no recipe changes
+    run: Callable[[], object]  # one launch
+    read: int  # bytes, tables included
 
     def moved(self) -> int:
         """Bytes read and written."""

@@ -245,17 +245,11 @@ def table_pages(loaded: Loaded) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Filled:
-    """A document with its blocks filled.
+    """A document with its blocks filled."""
 
-    Attributes:
-        text: what it should be.
-        written: blocks that were filled.
-        unmeasured: blocks without results, left as they were.
-    """
-
-    text: str
-    written: list[str]
-    unmeasured: list[str]
+    text: str  # what it should be
+    written: list[str]  # blocks that were filled
+    unmeasured: list[str]  # blocks without results, left as they were
 
 
 def filled(document: Path, loaded: Loaded, folder: Path) -> Filled:

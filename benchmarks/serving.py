@@ -80,19 +80,12 @@ _LLAMA_8B = {
 
 
 class Served(NamedTuple):
-    """A model, and what it serves.
+    """A model, and what it serves."""
 
-    Attributes:
-        name: in rows.
-        config: of transformers.
-        N: tokens of a prompt.
-        sequences: that decode at once.
-    """
-
-    name: str
-    config: dict[str, Any]
-    N: int
-    sequences: int
+    name: str  # in rows
+    config: dict[str, Any]  # of transformers
+    N: int  # tokens of a prompt
+    sequences: int  # that decode at once
 
 
 LLAMA = "Llama 8B"

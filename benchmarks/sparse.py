@@ -106,25 +106,15 @@ FROM_DENSE, TOP_BLOCKS = 0.60, 0.02
 
 @dataclass(frozen=True)
 class Video:
-    """Tokens of a video, and what they see.
+    """Tokens of a video, and what they see."""
 
-    Attributes:
-        name: of the case.
-        grid: frames, height and width in tokens.
-        tile: of them.
-        window: in tiles.
-        heads: that run.
-        text: tokens behind the video's.
-        in_sta: whether FastVideo's kernel has the shape.
-    """
-
-    name: str
-    grid: tuple[int, int, int]
-    tile: tuple[int, int, int]
-    window: tuple[int, int, int]
-    heads: int
-    text: int = 0
-    in_sta: bool = True
+    name: str  # of the case
+    grid: tuple[int, int, int]  # frames, height and width in tokens
+    tile: tuple[int, int, int]  # of them
+    window: tuple[int, int, int]  # in tiles
+    heads: int  # that run
+    text: int = 0  # tokens behind the video's
+    in_sta: bool = True  # whether FastVideo's kernel has the shape
 
     @property
     def tokens(self) -> int:
@@ -144,21 +134,13 @@ DRY_VIDEO = Video("tiles", (4, 6, 8), (2, 3, 4), (1, 1, 1), 1, in_sta=False)
 
 @dataclass(frozen=True)
 class Case:
-    """A mask, and how others are told of it.
+    """A mask, and how others are told of it."""
 
-    Attributes:
-        name: in result rows.
-        mask: as this package takes it.
-        rule: what the blocks that are seen in part show, if there are any.
-        video: whose tiles it has, if it has.
-        lengths: of causal documents, if it has them.
-    """
-
-    name: str
-    mask: ha.BlockMask
-    rule: MaskMod | None = None
-    video: Video | None = None
-    lengths: list[int] | None = None
+    name: str  # in result rows
+    mask: ha.BlockMask  # as this package takes it
+    rule: MaskMod | None = None  # what the blocks that are seen in part show, if there are any
+    video: Video | None = None  # whose tiles it has, if it has
+    lengths: list[int] | None = None  # of causal documents, if it has them
 
 
 def random_blocks(H: int, S: int, counts: Tensor) -> ha.BlockMask:
@@ -411,22 +393,14 @@ WHOLE: tuple[Series, ...] = (
 
 @dataclass(frozen=True)
 class Cell:
-    """One mask of one shape, in the results.
+    """One mask of one shape, in the results."""
 
-    Attributes:
-        D, N: the shape.
-        mask: the name of the case.
-        density: the share of the blocks that is visited.
-        rows: by series.
-        dense: the rows of dense attention by series.
-    """
-
-    D: int
+    D: int  # D, N: the shape
     N: int
-    mask: str
-    density: float
-    rows: dict[Series, Row]
-    dense: dict[Series, Row]
+    mask: str  # the name of the case
+    density: float  # the share of the blocks that is visited
+    rows: dict[Series, Row]  # by series
+    dense: dict[Series, Row]  # the rows of dense attention by series
 
     @property
     def where(self) -> str:

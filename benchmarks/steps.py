@@ -76,31 +76,20 @@ Built = tuple[torch.nn.Module, dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A transformer, and what a step of it is given.
+    """A transformer, and what a step of it is given."""
 
-    Attributes:
-        name: in result rows.
-        build: makes the module and its inputs.
-        config: what its class is given.
-        size: of the image or the video in latents, as the module takes them, or the tokens of a prompt: (tokens,).
-        text: tokens beside those of the image or the video.
-        heads: query heads and KV heads.
-        D: head dim.
-        can_fuse: whether `fuse_diffusers` or `fuse_transformers` takes it.
-        tiles: of a mask of about a quarter of the blocks: tokens of a tile, and tiles of a window.
-        sound: of the tokens of `text`, those of a video's sound, which come before the video.
-    """
-
-    name: str
-    build: Callable[[Model], Built]
-    config: dict[str, Any]
+    name: str  # in result rows
+    build: Callable[[Model], Built]  # makes the module and its inputs
+    config: dict[str, Any]  # what its class is given
+    # Of the image or the video in latents, as the module takes them, or the tokens of a prompt: (tokens,).
     size: tuple[int, ...]
-    text: int = 0
-    heads: tuple[int, int] = (24, 24)
-    D: int = 128
-    can_fuse: bool = True
+    text: int = 0  # tokens beside those of the image or the video
+    heads: tuple[int, int] = (24, 24)  # query heads and KV heads
+    D: int = 128  # head dim
+    can_fuse: bool = True  # whether `fuse_diffusers` or `fuse_transformers` takes it
+    # Of a mask of about a quarter of the blocks: tokens of a tile, and tiles of a window.
     tiles: tuple[tuple[int, int, int], tuple[int, int, int]] | None = None
-    sound: int = 0
+    sound: int = 0  # of the tokens of `text`, those of a video's sound, which come before the video
 
     @property
     def is_causal(self) -> bool:
@@ -714,19 +703,12 @@ class Clock:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """One step.
+    """One step."""
 
-    Attributes:
-        ms: its time.
-        attention_ms: of it in attention; None where it is compiled.
-        peak_memory: bytes of the weights, and the most that the step allocates; None on the CPU.
-        out: what it gives.
-    """
-
-    ms: float
-    attention_ms: float | None
-    peak_memory: int | None
-    out: Tensor
+    ms: float  # its time
+    attention_ms: float | None  # of it in attention; None where it is compiled
+    peak_memory: int | None  # bytes of the weights, and the most that the step allocates; None on the CPU
+    out: Tensor  # what it gives
 
 
 @torch.no_grad()

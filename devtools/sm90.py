@@ -65,27 +65,16 @@ class _OfflineDriver:
 
 @dataclass(frozen=True)
 class Sm90Kernel:
-    """One compiled kernel: what ptxas and the disassembler say of it.
+    """One compiled kernel: what ptxas and the disassembler say of it."""
 
-    Attributes:
-        name: of the kernel function.
-        registers: per thread.
-        shared_bytes: of dynamic shared memory per program.
-        num_warps: per program.
-        opcodes: how often each SASS opcode occurs, without its modifiers.
-        ptx: the PTX text.
-        sass: the disassembly.
-        passes: what this package's passes did to it, each applied or refused and why.
-    """
-
-    name: str
-    registers: int
-    shared_bytes: int
-    num_warps: int
-    opcodes: Counter[str]
-    ptx: str
-    sass: str
-    passes: tuple[Outcome, ...] = ()
+    name: str  # of the kernel function
+    registers: int  # per thread
+    shared_bytes: int  # of dynamic shared memory per program
+    num_warps: int  # per program
+    opcodes: Counter[str]  # how often each SASS opcode occurs, without its modifiers
+    ptx: str  # the PTX text
+    sass: str  # the disassembly
+    passes: tuple[Outcome, ...] = ()  # what this package's passes did to it, each applied or refused and why
 
     @property
     def ctas_per_sm(self) -> int:

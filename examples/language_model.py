@@ -127,17 +127,11 @@ def attend_with(model: Any, attend: Attend) -> None:
 
 @dataclass(frozen=True)
 class Scores:
-    """What a model makes of a text.
+    """What a model makes of a text."""
 
-    Attributes:
-        losses: [parts, tokens], of each token but the first of its part, in nats.
-        choices: the likeliest token in its place.
-        seconds: that the model took.
-    """
-
-    losses: torch.Tensor
-    choices: torch.Tensor
-    seconds: float
+    losses: torch.Tensor  # [parts, tokens], of each token but the first of its part, in nats
+    choices: torch.Tensor  # the likeliest token in its place
+    seconds: float  # that the model took
 
     @property
     def perplexity(self) -> float:

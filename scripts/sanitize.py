@@ -79,33 +79,23 @@ def check(out: torch.Tensor, model: torch.Tensor, oracle: torch.Tensor, softcap:
 
 @dataclass(frozen=True)
 class Attend:
-    """A small call of `attention`; M and its keys are ragged, and more than a block each.
+    """A small call of `attention`; M and its keys are ragged, and more than a block each."""
 
-    Attributes:
-        D: head dim; D_v, V's.
-        recipe: and the rest, what `helion_attn.attention` takes.
-        splits: of the keys.
-        odd_strides: rows an odd number of elements apart: no wide loads.
-        rope: rotate, by tables of random angles.
-        normed: normalise Q by head and K over all heads.
-        keys: N.
-        rise: by how much, in base 2, scores of the last keys lie above those of the first block for every other query,
-            and below for the rest.
-        listed: with a block mask, of blocks that are unseen, seen in part and whole, and of a row that sees nothing.
-    """
-
-    D: int
+    D: int  # head dim; D_v, V's
     D_v: int
-    recipe: ha.Recipe = ha.BALANCED
+    recipe: ha.Recipe = ha.BALANCED  # and the rest, what `helion_attn.attention` takes
     dtype: torch.dtype = torch.bfloat16
     options: dict[str, Any] = field(default_factory=dict)
     has_sinks: bool = False
-    splits: int = 1
-    odd_strides: bool = False
-    rope: bool = False
-    normed: bool = False
-    keys: int = N
+    splits: int = 1  # of the keys
+    odd_strides: bool = False  # rows an odd number of elements apart: no wide loads
+    rope: bool = False  # rotate, by tables of random angles
+    normed: bool = False  # normalise Q by head and K over all heads
+    keys: int = N  # N
+    # By how much, in base 2, scores of the last keys lie above those of the first block for every other query, and
+    # below for the rest.
     rise: float = 0.0
+    # With a block mask, of blocks that are unseen, seen in part and whole, and of a row that sees nothing.
     listed: bool = False
 
     def __call__(self, device: str) -> None:
@@ -144,29 +134,17 @@ class Attend:
 
 @dataclass(frozen=True)
 class Decode:
-    """Append to a paged cache, and attend to it; the keys in `splits` runs.
+    """Append to a paged cache, and attend to it; the keys in `splits` runs."""
 
-    Attributes:
-        D: head dim.
-        splits: of `helion_attn.attention_kvcache`.
-        options: what else it takes, and the references do.
-        has_sinks: likewise.
-        rope: rotate keys as they come, those of the queries in an append of their own.
-        keys: of the longest sequence.
-        queries: of each; with many the kernel for prompts runs.
-        recipe: of the cache.
-        has_constants: its cache has a mean of K and factors of channels.
-    """
-
-    D: int
-    splits: int
-    options: dict[str, Any] = field(default_factory=dict)
-    has_sinks: bool = False
-    rope: bool = False
-    keys: int = N
-    queries: int = 3
-    recipe: ha.Recipe = ha.FAST
-    has_constants: bool = False
+    D: int  # head dim
+    splits: int  # of `helion_attn.attention_kvcache`
+    options: dict[str, Any] = field(default_factory=dict)  # what else it takes, and the references do
+    has_sinks: bool = False  # likewise
+    rope: bool = False  # rotate keys as they come, those of the queries in an append of their own
+    keys: int = N  # of the longest sequence
+    queries: int = 3  # of each; with many the kernel for prompts runs
+    recipe: ha.Recipe = ha.FAST  # of the cache
+    has_constants: bool = False  # its cache has a mean of K and factors of channels
 
     def __call__(self, device: str) -> None:
         """The calls, and their check."""
@@ -205,18 +183,12 @@ class Decode:
 
 @dataclass(frozen=True)
 class Packed:
-    """A small call of `attention_varlen`: ragged sequences, without queries, without keys, and tokens of none.
+    """A small call of `attention_varlen`: ragged sequences, without queries, without keys, and tokens of none."""
 
-    Attributes:
-        D: head dim.
-        recipe: and options, what `helion_attn.attention_varlen` takes.
-        keys: of the longest sequence.
-    """
-
-    D: int
-    recipe: ha.Recipe = ha.BALANCED
+    D: int  # head dim
+    recipe: ha.Recipe = ha.BALANCED  # and options, what `helion_attn.attention_varlen` takes
     options: dict[str, Any] = field(default_factory=dict)
-    keys: int = N
+    keys: int = N  # of the longest sequence
 
     def __call__(self, device: str) -> None:
         """The call, and its check."""

@@ -58,31 +58,21 @@ def dense(shape: tuple[int, ...], **options: Any) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Call:
-    """What a function is called with; every probe changes some of it.
+    """What a function is called with; every probe changes some of it."""
 
-    Attributes:
-        dtype: of Q, K and V; None is one that the function takes.
-        make: a tensor of a shape, dtype and device, with the strides that are tried.
-        requires_grad: of Q, K and V.
-        grad_mode: whether it is on.
-        device: of all tensors.
-        capability: of the CUDA device, if it is one.
-        options: further arguments, by name.
-    """
-
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | None = None  # of Q, K and V; None is one that the function takes
     H: int = 4
     H_kv: int = 2
     M: int = 5
     N: int = 7
     D: int = 64
     D_v: int = 64
-    make: Callable[..., torch.Tensor] = dense
-    requires_grad: bool = False
-    grad_mode: bool = True
-    device: str = "cpu"
-    capability: tuple[int, int] | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    make: Callable[..., torch.Tensor] = dense  # a tensor of a shape, dtype and device, with the strides that are tried
+    requires_grad: bool = False  # of Q, K and V
+    grad_mode: bool = True  # whether it is on
+    device: str = "cpu"  # of all tensors
+    capability: tuple[int, int] | None = None  # of the CUDA device, if it is one
+    options: dict[str, Any] = field(default_factory=dict)  # further arguments, by name
 
     def tensor(self, heads: int, length: int, width: int, default: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """One of Q, K and V in the layout."""
@@ -170,17 +160,11 @@ def refusal(function: str, call: Call) -> Exception | None:
 
 @dataclass(frozen=True)
 class Row:
-    """What is tried of one argument, or one property of the tensors, by what the tables call it.
+    """What is tried of one argument, or one property of the tensors, by what the tables call it."""
 
-    Attributes:
-        name: of the row.
-        calls: by name, or by size; sizes are shown as a range.
-        needs: arguments that a function must have for the row to say anything of it.
-    """
-
-    name: str
-    calls: dict[Any, Call]
-    needs: tuple[str, ...] = ()
+    name: str  # of the row
+    calls: dict[Any, Call]  # by name, or by size; sizes are shown as a range
+    needs: tuple[str, ...] = ()  # arguments that a function must have for the row to say anything of it
 
     @property
     def are_sizes(self) -> bool:

@@ -61,13 +61,9 @@ class Check:
 
 @dataclass(frozen=True)
 class Promise:
-    """One promise in all its cells, which have the same bound.
+    """One promise in all its cells, which have the same bound."""
 
-    Attributes:
-        checks: one a cell.
-    """
-
-    checks: list[Check]
+    checks: list[Check]  # one a cell
 
     @property
     def worst(self) -> Check:

@@ -33,17 +33,12 @@ P_SCALE = 2.0**8
 
 @dataclass(frozen=True)
 class Prepared:
-    """One implementation, ready to run on one set of inputs.
+    """One implementation, ready to run on one set of inputs."""
 
-    Attributes:
-        run: launches the kernel; returns what it writes, in its own layout and dtype.
-        output: views what `run` returned as [B, H, M, D], dequantised if it is FP8.
-        dequantized: the fp32 q [B, H, M, D], k and v [B, H_kv, N, D] that the kernel was really given; None if these
-            are the inputs themselves.
-    """
-
-    run: Callable[[], Tensor]
-    output: Callable[[Tensor], Tensor]
+    run: Callable[[], Tensor]  # launches the kernel; returns what it writes, in its own layout and dtype
+    output: Callable[[Tensor], Tensor]  # views what `run` returned as [B, H, M, D], dequantised if it is FP8
+    # The fp32 q [B, H, M, D], k and v [B, H_kv, N, D] that the kernel was really given; None if these are the inputs
+    # themselves.
     dequantized: Callable[[], tuple[Tensor, Tensor, Tensor]] | None
 
 
@@ -142,17 +137,11 @@ def modelled(recipe: ha.Recipe, shared: dict[str, tuple[int, ...]]) -> Prepare:
 
 @dataclass(frozen=True)
 class Fa3Operands:
-    """What FlashAttention-3 takes in FP8.
+    """What FlashAttention-3 takes in FP8."""
 
-    Attributes:
-        quantised: e4m3 q, k and v, [B, S, heads, D].
-        descales: of q, k and v, [B, H_kv]; its API has no finer one.
-        dequantized: fp32 q, k and v, BHSD.
-    """
-
-    quantised: tuple[Tensor, Tensor, Tensor]
-    descales: tuple[Tensor, Tensor, Tensor]
-    dequantized: Callable[[], tuple[Tensor, Tensor, Tensor]]
+    quantised: tuple[Tensor, Tensor, Tensor]  # e4m3 q, k and v, [B, S, heads, D]
+    descales: tuple[Tensor, Tensor, Tensor]  # of q, k and v, [B, H_kv]; its API has no finer one
+    dequantized: Callable[[], tuple[Tensor, Tensor, Tensor]]  # fp32 q, k and v, BHSD
 
 
 def fa3_operands(q: Tensor, k: Tensor, v: Tensor) -> Fa3Operands:

@@ -35,21 +35,13 @@ CHECKED_ROWS = 64
 
 @dataclass(frozen=True)
 class Contender:
-    """What a row measures.
+    """What a row measures."""
 
-    Attributes:
-        impl: its name.
-        prepare: makes it ready for one set of inputs.
-        recipe: a key of `recipes.RECIPES`, if it is ours.
-        stage: "kernel" or "e2e".
-        model: whose rounding model says how large its kernel error may be, if not `recipe`'s.
-    """
-
-    impl: str
-    prepare: Prepare
-    recipe: str | None = None
-    stage: str = "kernel"
-    model: ha.Recipe | None = None
+    impl: str  # its name
+    prepare: Prepare  # makes it ready for one set of inputs
+    recipe: str | None = None  # a key of `recipes.RECIPES`, if it is ours
+    stage: str = "kernel"  # "kernel" or "e2e"
+    model: ha.Recipe | None = None  # whose rounding model says how large its kernel error may be, if not `recipe`'s
 
 
 def ours(options: Options, recipes: list[str], stage: str = "kernel") -> list[Contender]:
@@ -95,28 +87,19 @@ def oracle(q: Tensor, k: Tensor, v: Tensor, causal: bool, block_mask: ha.BlockMa
 
 @dataclass(frozen=True)
 class Problem:
-    """Inputs, and the answer on some of the query rows.
+    """Inputs, and the answer on some of the query rows."""
 
-    Attributes:
-        workload: the shape.
-        kind: of input.
-        q, k, v: BHSD.
-        batches: that are checked.
-        rows: the query rows that are checked. With a causal mask they must be the last ones, with which a
-            shorter Q stays aligned bottom-right.
-        expected: the fp64 oracle on these.
-        block_mask: of the rows that are checked, for all batches, or None.
-    """
-
-    workload: Workload
-    kind: str
-    q: Tensor
+    workload: Workload  # the shape
+    kind: str  # of input
+    q: Tensor  # q, k, v: BHSD
     k: Tensor
     v: Tensor
-    batches: slice
+    batches: slice  # that are checked
+    # The query rows that are checked. With a causal mask they must be the last ones, with which a shorter Q stays
+    # aligned bottom-right.
     rows: slice
-    expected: Tensor
-    block_mask: ha.BlockMask | None = None
+    expected: Tensor  # the fp64 oracle on these
+    block_mask: ha.BlockMask | None = None  # of the rows that are checked, for all batches, or None
 
     def errors(self, prepared: Prepared, out: Tensor) -> dict[str, float]:
         """`error_kernel`, `error_total` and `rmse` of what `prepared.run` returned."""

@@ -24,78 +24,47 @@ DIMS = (64, 128, 256)
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line chose.
+    """What the command line chose."""
 
-    Attributes:
-        device: that is measured.
-        quick: a few cells only.
-        repeats: timed rounds per cell.
-        impls: of `peers.IMPLS`, those that can run and were asked for.
-        dims: head dims.
-        workers: processes beside this one that measure errors, or compile ahead; 0 for none.
-        qkv: where `real_qkv.py` saved Q, K and V of a trained model, if not to run the model here.
-        model_qkv: files that `model_channels.py` saved, if not to run its models here.
-    """
-
-    device: torch.device
-    quick: bool
-    repeats: int
-    impls: list[str]
-    dims: tuple[int, ...]
-    workers: int
-    qkv: Path | None = None
-    model_qkv: Sequence[Path] = ()
+    device: torch.device  # that is measured
+    quick: bool  # a few cells only
+    repeats: int  # timed rounds per cell
+    impls: list[str]  # of `peers.IMPLS`, those that can run and were asked for
+    dims: tuple[int, ...]  # head dims
+    workers: int  # processes beside this one that measure errors, or compile ahead; 0 for none
+    qkv: Path | None = None  # where `real_qkv.py` saved Q, K and V of a trained model, if not to run the model here
+    model_qkv: Sequence[Path] = ()  # files that `model_channels.py` saved, if not to run its models here
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot of a results block.
+    """A plot of a results block."""
 
-    Attributes:
-        name: of its file.
-        alt: the alternative text.
-        draw: the figure, or None where nothing was measured.
-    """
-
-    name: str
-    alt: str
-    draw: Callable[[Loaded], Figure | None]
+    name: str  # of its file
+    alt: str  # the alternative text
+    draw: Callable[[Loaded], Figure | None]  # the figure, or None where nothing was measured
 
 
 @dataclass(frozen=True)
 class Block:
-    """What was measured of one subject. A document shows some of it, `results/FILE.md` all.
+    """What was measured of one subject. A document shows some of it, `results/FILE.md` all."""
 
-    Attributes:
-        file: name of the result file.
-        tables: made from the results.
-        plots: a document shows them above its tables.
-        sentence: above both, with figures, or None where nothing was measured.
-        shown: how many tables a document shows; None for all.
-        beside: other result files whose figures are in them.
-    """
-
-    file: str
-    tables: Callable[[Loaded], list[Table]]
-    plots: tuple[Plot, ...] = ()
+    file: str  # name of the result file
+    tables: Callable[[Loaded], list[Table]]  # made from the results
+    plots: tuple[Plot, ...] = ()  # a document shows them above its tables
+    # Above both, with figures, or None where nothing was measured.
     sentence: Callable[[Loaded], str | None] = lambda _: None
-    shown: int | None = 0
-    beside: tuple[str, ...] = ()
+    shown: int | None = 0  # how many tables a document shows; None for all
+    beside: tuple[str, ...] = ()  # other result files whose figures are in them
 
 
 @dataclass(frozen=True)
 class Suite:
-    """What `--suite` takes.
+    """What `--suite` takes."""
 
-    Attributes:
-        file: name of its result file.
-        measure: adds rows to that file.
-        blocks: what documents show of it, by the name in their marks.
-    """
-
-    file: str
-    measure: Callable[[Options, Results], None]
-    blocks: dict[str, Block] = field(default_factory=dict)
+    file: str  # name of its result file
+    measure: Callable[[Options, Results], None]  # adds rows to that file
+    blocks: dict[str, Block] = field(default_factory=dict)  # what documents show of it, by the name in their marks
 
 
 # Where output is a file there is no width to ask for, and tables would be cut at 80.

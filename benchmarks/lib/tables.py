@@ -123,19 +123,12 @@ MOST_COLUMNS = 9
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text.
+    """A table of text."""
 
-    Attributes:
-        title: above it; "" is none.
-        headers: of its columns.
-        body: its lines.
-        keys: columns that say what a line is of. A page repeats them where it breaks a wide table into several.
-    """
-
-    title: str
-    headers: list[str]
-    body: list[list[str]]
-    keys: int = 1
+    title: str  # above it; "" is none
+    headers: list[str]  # of its columns
+    body: list[list[str]]  # its lines
+    keys: int = 1  # columns that say what a line is of. A page repeats them where it breaks a wide table into several.
 
     def columns(self) -> list[list[int]]:
         """The columns of each table that a page shows, of about as many columns each."""

@@ -51,15 +51,10 @@ READ, WRITE = stored_code.read, stored_code.write
 
 @dataclass
 class Process:
-    """What a process did.
+    """What a process did."""
 
-    Attributes:
-        traced: names of the kernel functions that Helion traced.
-        ran: names of the code that was launched, which are digests of it.
-    """
-
-    traced: list[str]
-    ran: list[str] = field(default_factory=list)
+    traced: list[str]  # names of the kernel functions that Helion traced
+    ran: list[str] = field(default_factory=list)  # names of the code that was launched, which are digests of it
 
 
 @contextlib.contextmanager

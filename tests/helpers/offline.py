@@ -98,15 +98,10 @@ def without(*modules: ModuleType) -> Iterator[None]:
 
 @dataclass
 class Compilations:
-    """What was asked of the two compilers.
+    """What was asked of the two compilers."""
 
-    Attributes:
-        traced: names of the kernel functions that Helion traced.
-        compiled: Triton's kernels in launch order; what it had compiled already comes as the same object.
-    """
-
-    traced: list[str]
-    compiled: list[Any]
+    traced: list[str]  # names of the kernel functions that Helion traced
+    compiled: list[Any]  # Triton's kernels in launch order; what it had compiled already comes as the same object
 
     def by_kernel(self) -> dict[str, int]:
         """How often Triton compiled each kernel."""

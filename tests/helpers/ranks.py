@@ -162,15 +162,10 @@ def attend(
 
 
 class Work(NamedTuple):
-    """What ranks do together.
+    """What ranks do together."""
 
-    Attributes:
-        ranks: how many: all `WORLD`, or two.
-        do: given the rank in the group, and the group; its result is pickled.
-    """
-
-    ranks: int
-    do: Callable[[int, dist.ProcessGroup], Any]
+    ranks: int  # how many: all `WORLD`, or two
+    do: Callable[[int, dist.ProcessGroup], Any]  # given the rank in the group, and the group; its result is pickled
 
 
 #: Processes: one group of four, and two of two, which work side by side.

@@ -25,17 +25,11 @@ FOLDER: Path | None = None
 
 @dataclass(frozen=True)
 class Entry(Generic[R]):
-    """One call of a function of `helpers.offline`.
+    """One call of a function of `helpers.offline`."""
 
-    Attributes:
-        result: what it returned.
-        seen: what `recorded` has of it.
-        said: what it warned of, of kernels without their passes.
-    """
-
-    result: R
-    seen: list[tuple[str, str | None]]
-    said: list[str]
+    result: R  # what it returned
+    seen: list[tuple[str, str | None]]  # what `recorded` has of it
+    said: list[str]  # what it warned of, of kernels without their passes
 
 
 def _called(call: functools.partial[R]) -> Entry[R]:
