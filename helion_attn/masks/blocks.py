@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -129,18 +131,10 @@ class BlockMask(types.BlockMask):
         kinds = torch.where(all_, WHOLE, torch.where(some, IN_PART, UNSEEN)).to(torch.int32)
         return cls._of_rule(M, N, kinds, rule)
 
-    def _fill(
-        self,
-        M: int,
-        N: int,
-        lists: torch.Tensor,
-        entries: torch.Tensor,
-        tile_of: torch.Tensor,
-        tiles: torch.Tensor,
-        tail: torch.Tensor | None = None,
-    ) -> None:
-        fields = {"M": M, "N": N, "lists": lists, "entries": entries, "tile_of": tile_of, "tiles": tiles, "tail": tail}
-        for name, value in fields.items():
+    def _fill(self, M: int, N: int, *tensors: torch.Tensor | None) -> None:
+        """Set the fields; the last tensor, `tail`, may be left out."""
+        fields = (field.name for field in dataclasses.fields(self))
+        for name, value in zip_longest(fields, (M, N, *tensors)):
             object.__setattr__(self, name, value)
 
     @classmethod
