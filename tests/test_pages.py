@@ -140,7 +140,9 @@ def test_top_pages_are_what_queries_like(device: str) -> None:
     ]
 
 
-@pytest.mark.parametrize(("group", "M", "width", "pages"), [(1, 1, 300, 40), (4, 3, 70, 9), (5, 1, 5, 5)])
+@pytest.mark.parametrize(
+    ("group", "M", "width", "pages"), [(1, 1, 300, 40), (4, 3, 70, 9), (20, 1, 33, 6), (5, 1, 5, 5)]
+)
 def test_top_pages_by_their_shares(group: int, M: int, width: int, pages: int, device: str) -> None:
     """Of random mean keys: no page is kept that has less of the probability than one that is not."""
     generator = torch.Generator().manual_seed(width)

@@ -39,7 +39,8 @@ class Override:
         first_steps: steps at the start of sampling that stay in 16 bits.
         first_layers: blocks at the start of the model that do. Models with double and single blocks have as many of
             each.
-        last_layers: likewise at its end. Models that do not say which block runs have none of both.
+        last_layers: likewise at its end. Models that do not say which block of how many runs, such as UNets, have none
+            of both.
         keep_blocks: the share of the blocks of 128 keys that self-attention without a mask visits, chosen by
             `helion_attn.masks.top_blocks`; 1 for all. Where the model says the grid of its tokens, as Wan does, a block
             is a tile of the video.
@@ -166,9 +167,8 @@ class Override:
     def _in_16_bits(self, model: Mapping[str, Any]) -> bool:
         """Return whether the schedule has a call of this step and block in 16 bits."""
         layer, count = model.get("block_index"), model.get("total_blocks")
-        if layer is not None and layer < self.first_layers:
-            return True
-        if layer is not None and count is not None and layer >= count - self.last_layers:
+        # UNets count the blocks of each of their transformers anew, and do not say how many there are.
+        if layer is not None and count is not None and not self.first_layers <= layer < count - self.last_layers:
             return True
         return self.first_steps > 0 and self._current_step(model) < self.first_steps
 

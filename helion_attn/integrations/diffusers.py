@@ -42,6 +42,19 @@ RULES = (
     NO_DROPOUT,
 )
 
+
+def skips_scores(q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether diffusers' hooks want the values in place of attention of q and k [B, S, heads, D].
+
+    `LayerSkipConfig(skip_attention_scores=True)` does, for perturbed attention guidance, by a mode that waits for
+    PyTorch's attention.
+    """
+    if torch.compiler.is_compiling() or q.size(1) != k.size(1):
+        return False
+    modes = torch.overrides._get_current_function_mode_stack()
+    return any(type(mode).__name__ == "AttentionScoreSkipFunctionMode" for mode in modes)
+
+
 #: What of diffusers 0.42 calls PyTorch's attention itself, where no backend is asked: models -> processors and modules.
 OWN_CALLS: dict[str, tuple[str, ...]] = {
     "Stable Diffusion 1 and 2, SDXL and other UNets, PixArt, DiT, Latte": (
@@ -286,6 +299,8 @@ class Backend:
         check_arguments("helion_attn", RULES, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         check_flag(return_lse, "return_lse")
         check_tensors(query, key, value)
+        if not return_lse and skips_scores(query, key):
+            return value
         query, key, value = checked_inputs(query, key, value, "bshd")
         B, M, H, N = *query.shape[:3], key.size(1)
         if query.size(2) != key.size(2) and not enable_gqa:

@@ -461,12 +461,12 @@ def flash_attn_with_kvcache(
     cache = PagedKVCache(k_cache, v_cache, k_descale, v_descale, *constants, q.size(3), v_cache.size(2))
     if isinstance(cache_seqlens, int):
         new = k.size(1) if isinstance(k, torch.Tensor) and k.dim() == 4 else 0
-        pages = page_table.size(1) if isinstance(page_table, torch.Tensor) and page_table.dim() == 2 else 0
-        room = pages * k_cache.size(2) - new
-        if isinstance(cache_seqlens, bool) or not 0 <= cache_seqlens <= room:
-            raise ValueError(
-                f"cache_seqlens is {cache_seqlens!r}; it must be an int in 0..{room}, what page_table holds"
-            )
+        if page_table.dim() == 2:
+            room = page_table.size(1) * k_cache.size(2)
+            if isinstance(cache_seqlens, bool) or not 0 <= cache_seqlens <= room - new:
+                raise ValueError(
+                    f"cache_seqlens is {cache_seqlens!r}, and k has {new} new keys; page_table holds {room} keys"
+                )
         cache_seqlens = torch.full((q.size(0),), cache_seqlens, dtype=torch.int32, device=q.device)
     scores = _scores(softmax_scale, causal, window_size, softcap)
     check_flag(return_softmax_lse, "return_softmax_lse")

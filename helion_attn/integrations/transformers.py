@@ -138,6 +138,12 @@ def transformers_cache(*, recipe: Recipe | RecipeName = CACHE_RECIPE) -> Any:
     return PagedCache(preset)
 
 
+@torch.compiler.disable
+def _mask_tensor(seen: VisibleKeys | torch.Tensor, dtype: torch.dtype, device: torch.device | str) -> MaskTensor:
+    """A `MaskTensor`, whose constructor Dynamo would compile by itself behind a graph break."""
+    return MaskTensor(seen, dtype, device)
+
+
 def mask_of_model(
     *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", **options: Any
 ) -> MaskTensor | VisibleKeys | torch.Tensor:
@@ -146,7 +152,7 @@ def mask_of_model(
     torch.compile of a whole model makes no tensors of this class: there it is what attention reads.
     """
     seen = visible_keys(device=device, **options)
-    return seen if torch.compiler.is_compiling() else MaskTensor(seen, dtype, device)
+    return seen if torch.compiler.is_compiling() else _mask_tensor(seen, dtype, device)
 
 
 def visible_keys(

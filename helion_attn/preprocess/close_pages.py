@@ -135,7 +135,7 @@ def close_full_pages(
                 other_first = other_first - other_new
             at = other * max_pages + torch.where(known, j, 0)
             same = there & (hl.load(block_table, [at], extra_mask=there) == page) & (other_new > 0)
-            same = same & (end > other_first - int32(left))
+            same = same & (other_first >= 0) & (end > other_first - int32(left))
             fills = same & (other_first // spec.bn <= j) & (other_first + other_new > begin)
             follows_sooner = same & (other_first // spec.bn - 1 == j) & (other < b)
             elsewhere = (fills | follows_sooner).to(torch.int32).sum(0) > 0

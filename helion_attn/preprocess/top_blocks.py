@@ -15,6 +15,7 @@ from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.runners import by_device
 from helion_attn.configs import MASK_BLOCK
 from helion_attn.kernels.lib.scalars import int32
+from helion_attn.numerics import FP32_TINY
 from helion_attn.preprocess import block_means
 from helion_attn.problem import BlockMeansArgs, TopBlocksArgs
 
@@ -148,8 +149,9 @@ def keys_and_weights(
     block = step * spec.blocks + hl.arange(spec.blocks)
     s = hl.load(scores, [at, block], extra_mask=is_row & (block < n_blocks).unsqueeze(0))
     bits = s.view(torch.int32)
-    # Of negative numbers all bits but the sign turn around.
-    keys = torch.where(block.unsqueeze(0) < visible, bits ^ ((bits >> 31) & 0x7FFFFFFF), LEAST)
+    # Of negative numbers all bits but the sign turn around; a NaN may have either sign.
+    ordered = torch.where(s == s, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
+    keys = torch.where(block.unsqueeze(0) < visible, ordered, LEAST)
     if spec.by_mass:
         return keys, torch.exp(s - largest.unsqueeze(1))
     return keys, hl.full([spec.rows, spec.blocks], 1.0, dtype=torch.float32)
@@ -182,7 +184,8 @@ def launch(a: TopBlocksArgs) -> torch.Tensor:
             "enters": (N - M) // MASK_BLOCK,
             "leaves": (N - M + MASK_BLOCK - 1) // MASK_BLOCK,
             "share": round((1.0 if a.keep is None else a.keep) * 2**SHARE_LOG2),
-            "mass": 1.0 if a.mass is None else a.mass,
+            # Of none, the largest share would be too much.
+            "mass": 1.0 if a.mass is None else max(a.mass, FP32_TINY),
             "scale": a.scale,
             "spec": TopBlocksSpec(
                 rows=ROWS,

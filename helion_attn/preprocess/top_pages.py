@@ -13,7 +13,7 @@ import torch
 from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.runners import by_device
 from helion_attn.kernels.lib.scalars import int32
-from helion_attn.preprocess.top_blocks import LEAST
+from helion_attn.preprocess.top_blocks import CHANNELS, LEAST
 from helion_attn.problem import TopPagesArgs
 
 #: Pages that a step has, and as many of which only the shares are read.
@@ -30,7 +30,7 @@ class TopPagesSpec(NamedTuple):
     """Constants that the kernel is compiled for."""
 
     heads: int  # the power of two that holds the query heads of a KV head
-    d_tile: int  # the power of two that holds their channels
+    channels: int  # of a product
     pages: int  # that a step has
     shares: int  # that a step reads
     is_cuda: bool  # the kernel is compiled; otherwise interpreted
@@ -38,10 +38,11 @@ class TopPagesSpec(NamedTuple):
 
 def top_pages(
     q: torch.Tensor,  # [B * H, M, D]
-    means: torch.Tensor,  # [(num_pages + 1) * H_kv, D]
+    means: torch.Tensor,  # [num_pages + 1, H_kv, D]
     block_table: torch.Tensor,  # [B * width]
     cache_seqlens: torch.Tensor,  # [B]
-    scores: torch.Tensor,  # [B * H, width], written, and so the rest
+    mean_q: torch.Tensor,  # [B * H, D], written, and so the rest
+    scores: torch.Tensor,  # [B * H, width]
     shares: torch.Tensor,  # [B * H_kv, width]
     few: torch.Tensor,  # [B * H_kv, pages]
     keys: torch.Tensor,  # [B * H_kv]
@@ -57,21 +58,25 @@ def top_pages(
     spec: hl.constexpr,  # TopPagesSpec
 ) -> None:
     """Write the pages of each KV head in their order, and how many keys they have. `scale` is over M."""
-    D = hl.specialize(means.size(1))
-    hl.specialize((q.stride(0), q.stride(1), means.stride(0), block_table.stride(0), cache_seqlens.stride(0)))
+    D = hl.specialize(means.size(2))
+    hl.specialize((means.stride(2), mean_q.stride(0), block_table.stride(0), cache_seqlens.stride(0)))
     pages = few.size(1)
     for b, h in hl.grid([cache_seqlens.size(0), kv_heads]):
         bh = b * kv_heads + h
         # [heads]
         head = hl.arange(spec.heads)
-        cols = hl.arange(spec.d_tile)
         at = bh * group + head
-        inside = (head < group).unsqueeze(1) & (cols < D).unsqueeze(0)
-        # [heads, d_tile]
-        mean_q = hl.zeros([spec.heads, spec.d_tile], dtype=torch.float32)
-        for m in hl.grid(M):
-            mean_q = mean_q + hl.load(q, [at, m, cols], extra_mask=inside).to(torch.float32)
-        mean_q = mean_q * scale
+        for q_step in hl.grid((D + spec.channels - 1) // spec.channels):
+            q_cols = q_step * spec.channels + hl.arange(spec.channels)
+            of_head = (head < group).unsqueeze(1) & (q_cols < D).unsqueeze(0)
+            # [heads, channels]
+            total_q = hl.zeros([spec.heads, spec.channels], dtype=torch.float32)
+            for m in hl.grid(M):
+                total_q = total_q + hl.load(q, [at, m, q_cols], extra_mask=of_head).to(torch.float32)
+            hl.store(mean_q, [at, q_cols], total_q * scale, extra_mask=of_head)
+        if spec.is_cuda:
+            # All have written the mean queries.
+            hl.inline_triton("tl.debug_barrier()", args=(), output_like=None)
         length = hl.load(cache_seqlens, [b])
         count = (torch.clamp_min(length, 0) + (page_size - 1)) // page_size
         largest = hl.full([spec.heads], float("-inf"), dtype=torch.float32)
@@ -81,11 +86,15 @@ def top_pages(
             listed = hl.load(block_table, [b * width + slot], extra_mask=slot < width)
             page = torch.clamp_max(torch.clamp_min(listed, 0), num_pages - 1).to(torch.int64)
             there = ((slot < width) & (slot < count)).unsqueeze(0)
-            # [pages, d_tile]
-            of_page = (cols < D).unsqueeze(0) & (slot < width).unsqueeze(1)
-            k = hl.load(means, [page * kv_heads + h, cols], extra_mask=of_page).to(torch.float32)
             # [heads, pages]
-            s = torch.matmul(mean_q, k.transpose(0, 1))
+            s = hl.zeros([spec.heads, spec.pages], dtype=torch.float32)
+            for d_step in hl.grid((D + spec.channels - 1) // spec.channels):
+                cols = d_step * spec.channels + hl.arange(spec.channels)
+                inside = (cols < D).unsqueeze(0)
+                piece = hl.load(mean_q, [at, cols], extra_mask=(head < group).unsqueeze(1) & inside)
+                # [pages, channels]
+                k = hl.load(means, [page, h, cols], extra_mask=(slot < width).unsqueeze(1) & inside)
+                s = s + torch.matmul(piece, k.to(torch.float32).transpose(0, 1))
             hl.store(scores, [at, slot], s, extra_mask=(head < group).unsqueeze(1) & (slot < width).unsqueeze(0))
             known = torch.where(there & (s == s), s, float("-inf"))
             before, largest = largest, torch.maximum(largest, torch.amax(known, 1))
@@ -98,11 +107,11 @@ def top_pages(
             slot = share_step * spec.pages + hl.arange(spec.pages)
             there = (slot < width) & (slot < count)
             s = hl.load(scores, [at, slot], extra_mask=(head < group).unsqueeze(1) & (slot < width).unsqueeze(0))
-            of_head = (head < group).unsqueeze(1) & there.unsqueeze(0)
-            unknown = torch.amax((of_head & (s != s)).to(torch.int32), 0) > 0
+            of_share = (head < group).unsqueeze(1) & there.unsqueeze(0)
+            unknown = torch.amax((of_share & (s != s)).to(torch.int32), 0) > 0
             of_total = torch.exp(s - largest.unsqueeze(1)) / total.unsqueeze(1)
             # [pages]; of what is infinite or without a sum, 0.
-            share = torch.where(of_head & (of_total <= 1.0), of_total, 0.0).sum(0)
+            share = torch.where(of_share & (of_total <= 1.0), of_total, 0.0).sum(0)
             share = torch.where(unknown, UNKNOWN, share)
             share = torch.where((slot < sink_pages) | (slot >= count - local_pages), ALWAYS, share)
             hl.store(shares, [bh, slot], torch.where(there, share, -1.0), extra_mask=slot < width)
@@ -165,9 +174,10 @@ def launch(a: TopPagesArgs) -> tuple[torch.Tensor, torch.Tensor]:
     kernel(a.q.is_cuda).run(
         {
             "q": a.q.view(B * H, M, D),
-            "means": a.means.view(-1, D),
+            "means": a.means,
             "block_table": a.block_table.view(-1),
             "cache_seqlens": a.cache_seqlens,
+            "mean_q": a.q.new_empty((B * H, D), dtype=torch.float32),
             "scores": a.q.new_empty((B * H, width), dtype=torch.float32),
             "shares": a.q.new_empty((B * H_kv, width), dtype=torch.float32),
             "few": few.view(B * H_kv, -1),
@@ -183,7 +193,7 @@ def launch(a: TopPagesArgs) -> tuple[torch.Tensor, torch.Tensor]:
             "scale": a.scale / M,
             "spec": TopPagesSpec(
                 heads=max(LEAST_HEADS, 1 << (group - 1).bit_length()),
-                d_tile=max(16, 1 << (D - 1).bit_length()),
+                channels=CHANNELS,
                 pages=PAGES,
                 shares=SHARES,
                 is_cuda=a.q.is_cuda,

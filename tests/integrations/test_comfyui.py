@@ -242,6 +242,7 @@ def test_steps_go_on_and_begin_again(device: str) -> None:
         ({"block_index": 3, "total_blocks": 6}, False),
         ({"block_index": 4, "total_blocks": 6}, True),
         ({"block_index": 5}, False),
+        ({"block_index": 0}, False),
         ({}, False),
     ],
 )

@@ -211,6 +211,31 @@ def test_a_model_that_no_backend_reaches(device: str) -> None:
         assert 1e-5 < relative_error(run(), expected) < 0.07
 
 
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_perturbed_attention_guidance(is_fused: bool, device: str) -> None:
+    """A hook that puts the values in the place of attention changes what it changes natively."""
+    from diffusers.hooks import LayerSkipConfig, apply_layer_skip
+
+    outs = {}
+    for backend in ("native", "helion_fp8"):
+        model, inputs = diffusion_models.made("qwen_image")
+        model.set_attention_backend(backend)
+        skipped = LayerSkipConfig(
+            [0], fqn="transformer_blocks", skip_attention=False, skip_attention_scores=True, skip_ff=False
+        )
+        apply_layer_skip(model, skipped)
+        if is_fused and backend == "helion_fp8":
+            model.reset_attention_backend()
+            ha.fuse_diffusers(model)
+        with torch.no_grad():
+            outs[backend] = model(**inputs, return_dict=False)[0]
+    plain, inputs = diffusion_models.made("qwen_image")
+    with torch.no_grad():
+        unskipped = plain(**inputs, return_dict=False)[0]
+    assert relative_error(unskipped, outs["native"]) > 0.2
+    assert relative_error(outs["helion_fp8"], outs["native"]) < 0.1
+
+
 def test_registration() -> None:
     ha.register_diffusers("helion_accurate", recipe="accurate")
     assert dispatch.AttentionBackendName("helion_accurate") is dispatch.AttentionBackendName.HELION_ACCURATE

@@ -479,9 +479,10 @@ def test_models_train() -> None:
 
 
 @pytest.mark.thorough
-def test_padding_is_read_between_graphs() -> None:
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_padding_is_read_between_graphs(name: str) -> None:
     """Without fullgraph; nothing that reads the mask, or packs by it, is in a graph."""
-    model, tokens = make_model("llama"), tokens_of(2, 19)
+    model, tokens = make_model(name), tokens_of(2, 19)
     mask = torch.ones_like(tokens)
     mask[1, :7] = 0
     expected = run(model, "helion_fp8", tokens, mask)

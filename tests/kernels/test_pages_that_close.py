@@ -12,7 +12,7 @@ import helion_attn as ha
 from devtools.inputs import make_qkv
 from helion_attn.testing import error_budget, relative_error
 from helpers.cases import row_errors
-from helpers.paged import append_all, make_cache
+from helpers.paged import NO_PAGE, append_all, make_cache
 
 #: Keys, which end within a page.
 N = 300
@@ -111,3 +111,22 @@ def test_a_first_key_that_is_not_finite(of_v: bool, bad: float, M: int, recipe: 
     out, _ = attend(q[:, :, -M:], k, v, recipe)
     seen = out[:, :, -DECODED:]
     assert (seen[..., 5] if of_v else seen).isnan().all()
+
+
+@BOTH
+def test_padding_closes_and_keeps_no_page(recipe: ha.Recipe, device: str) -> None:
+    """The table of a sequence of negative length may list anything, such as the pages of another."""
+    k, v = (torch.randn(1, 2, 150, 64, generator=torch.Generator().manual_seed(seed)).to(device) for seed in (0, 1))
+    caches = []
+    for of_padding in (NO_PAGE, 0):
+        cache = ha.paged_kv_cache(4, 2, 64, device=device, recipe=recipe)
+        table = torch.tensor([[0, 1], [of_padding, of_padding]], dtype=torch.int32, device=device)
+        for first in range(0, 150, 3):
+            new_k, new_v = (x[:, :, first : first + 3].expand(2, -1, -1, -1) for x in (k, v))
+            lengths = torch.tensor([first, -1], dtype=torch.int32, device=device)
+            ha.append_kvcache(cache, new_k, new_v, table, lengths, drafts=2)
+        assert torch.all(cache.k_descale[0, :, 1] < 0)
+        caches.append(cache)
+    for name in ("k8", "v8", "k_descale", "v_descale"):
+        x, y = (getattr(cache, name)[:1].view(torch.uint8) for cache in caches)
+        assert torch.equal(x, y), name

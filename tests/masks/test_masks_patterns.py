@@ -285,6 +285,20 @@ def test_top_blocks_of_the_other_layout_dtypes_and_nan() -> None:
     assert bool(ha.masks.top_blocks(q, k, mass=0.5, sink_blocks=0, local_blocks=0).blocks[1, 2, 1].all())
 
 
+@pytest.mark.parametrize("nan", [math.nan, -math.nan])
+def test_a_block_with_nan_is_kept(nan: float) -> None:
+    q, k = qk(500, 700)
+    k[:, :, 300] = torch.tensor(nan)
+    assert math.copysign(1.0, nan) == math.copysign(1.0, k[0, 0, 300, 0].item())
+    assert bool(ha.masks.top_blocks(q, k, keep=0.2, sink_blocks=0, local_blocks=0).blocks[..., 2].all())
+
+
+def test_the_least_mass_keeps_a_block() -> None:
+    q, k = qk(500, 700)
+    mask = ha.masks.top_blocks(q, k, mass=1e-50, sink_blocks=0, local_blocks=0)
+    assert bool((mask.blocks.sum(3) == 1).all())
+
+
 X = torch.ones(1, 2, 200, 64)
 
 WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [

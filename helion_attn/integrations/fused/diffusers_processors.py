@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from helion_attn.integrations.diffusers import attend, visible_of
+from helion_attn.integrations.diffusers import attend, skips_scores, visible_of
 from helion_attn.integrations.diffusers_schedule import BoundSchedule, check_eager, choice_of
 from helion_attn.integrations.fused.qk_prologue import (
     QKPrologue,
@@ -174,6 +174,8 @@ class Processor:
 
         With `rope_caches`, one of each sequence, `prologue` has none, and each sequence is a call of its own.
         """
+        if skips_scores(q, k):
+            return v.flatten(2, 3)
         q, k, v = autocast_inputs(q, k, v)
         B, M, H, N = *q.shape[:3], k.size(1)
         visible = visible_of(attention_mask, B, H, M, N, "attention_mask")
