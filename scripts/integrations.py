@@ -62,10 +62,10 @@ def with_tables(page: str) -> str:
 
 
 #: What models hand to attention functions that this package's refuses, by the argument.
-HANDED = {"position_bias": "position biases", "indices": "sparse indices"}
+HANDED = {"position_bias": "position biases", "indices": "sparse indices", "block_indices": "sparse indices"}
 
-#: Models whose masks it refuses: of Doge they are biases.
-MASKS_OF_BIASES = ("doge",)
+#: Models whose masks it refuses: they are biases.
+MASKS_OF_BIASES = ("beit", "doge", "esmfold2", "granite_speech5", "nemotron_asr_streaming", "parakeet", "swin")
 
 
 def kinds_of_models() -> dict[str, list[str]]:
