@@ -138,7 +138,7 @@ def transformers_cache(*, recipe: Recipe | RecipeName = CACHE_RECIPE) -> Any:
     return PagedCache(preset)
 
 
-@torch.compiler.disable
+@graph_break
 def _mask_tensor(seen: VisibleKeys | torch.Tensor, dtype: torch.dtype, device: torch.device | str) -> MaskTensor:
     """A `MaskTensor`, whose constructor Dynamo would compile by itself behind a graph break."""
     return MaskTensor(seen, dtype, device)
