@@ -46,7 +46,7 @@ class Layer(NamedTuple):
     """What a layer's attention is given."""
 
     q: Tensor  # bf16 [1, H, S, D], after norm and RoPE
-    k: Tensor  # bf16 [1, H_kv, S, D], likewise
+    k: Tensor  # bf16 [1, H_kv, S, D], as q
     v: Tensor  # bf16 [1, H_kv, S, D_v]
     sm_scale: float  # multiplies q k^T
     left: int  # keys before its own that a query sees; -1 for all

@@ -69,7 +69,7 @@ class Measured(NamedTuple):
 
     @property
     def fault(self) -> str | None:
-        """What is wrong with the output, in a sentence; None if nothing is."""
+        """A sentence on what is wrong with the output, or None."""
         if self.bad:
             return f"the output has {self.bad} entries that are not finite"
         of = f"its error is {self.out.total:.3g}, of the worst row {self.out.worst_row:.3g}"

@@ -51,7 +51,7 @@ def takes(D: int, D_v: int) -> bool:
 
 
 def other_version_text(D: int, D_v: int) -> str:
-    """What a reason ends with where only the version keeps it from being called; else nothing."""
+    """The end of a reason: the installed version, if only it keeps the package from being called. Else empty."""
     found = other_version()
     if found is None or not has_head_dims(D, D_v):
         return ""

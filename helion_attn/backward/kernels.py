@@ -95,7 +95,7 @@ def flash_edges(scores: ScoreOptions, M: int, N: int) -> tuple[int, int]:
 
 
 def active_flash_impl() -> str | None:
-    """Name what runs PyTorch's flash attention in the place of its own, if this PyTorch lets others do so."""
+    """Name the implementation of PyTorch's flash attention that was activated, if this PyTorch has others."""
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
     name: str | None = None if current is None else current()
     return name

@@ -31,7 +31,7 @@ def normalised(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torc
     return x if weight is None else unweighted(x, weight, eps)[0] * by_head(x, weight)
 
 
-class Turns(NamedTuple):
+class Rotations(NamedTuple):
     """The rotations of rows."""
 
     cos: torch.Tensor  # fp32 [S, R / 2]
@@ -40,24 +40,24 @@ class Turns(NamedTuple):
     interleaved: bool  # whether pairs are neighbours
 
 
-def turns_of(
+def rotations_of(
     S: int, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, positions: torch.Tensor | None, first: int
-) -> Turns:
+) -> Rotations:
     """Return the rotations of S rows; row i is at `positions[i]`, or else at `first + i`."""
     table = cos.size(0)
     at = torch.arange(first, first + S, device=cos.device) if positions is None else positions
     row = at.clamp(0, table - 1)
     outside = ((at < 0) | (at >= table)).unsqueeze(1)
-    return Turns(cos.float()[row], sin.float()[row], outside, interleaved)
+    return Rotations(cos.float()[row], sin.float()[row], outside, interleaved)
 
 
-def turned(x: torch.Tensor, turns: Turns, back: bool = False) -> torch.Tensor:
+def rotate(x: torch.Tensor, by: Rotations, back: bool = False) -> torch.Tensor:
     """Rotate fp32 x [B, heads, S, D], or rotate it back."""
-    pairs = turns.cos.size(1)
-    cos, sin = turns.cos, -turns.sin if back else turns.sin
-    turning, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
-    shape, side = ((pairs, 2), 4) if turns.interleaved else ((2, pairs), 3)
-    a, b = turning.unflatten(3, shape).unbind(side)
+    pairs = by.cos.size(1)
+    cos, sin = by.cos, -by.sin if back else by.sin
+    rotating, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    shape, side = ((pairs, 2), 4) if by.interleaved else ((2, pairs), 3)
+    a, b = rotating.unflatten(3, shape).unbind(side)
     return torch.cat([torch.stack([a * cos - b * sin, b * cos + a * sin], side).flatten(3), rest], 3)
 
 
@@ -65,8 +65,8 @@ def rotated(x: torch.Tensor, rope: RopeArgs, positions: torch.Tensor | None, fir
     """fp32 x [B, heads, S, D], rotated; row i is at `positions[i]`, or else at `first + i`. NaN outside the table."""
     if rope.cos is None or rope.sin is None:
         return x
-    turns = turns_of(x.size(2), rope.cos, rope.sin, rope.interleaved, positions, first)
-    return turned(x, turns).masked_fill(turns.outside, float("nan"))
+    by = rotations_of(x.size(2), rope.cos, rope.sin, rope.interleaved, positions, first)
+    return rotate(x, by).masked_fill(by.outside, float("nan"))
 
 
 class Prologue(torch.autograd.Function):
@@ -96,8 +96,8 @@ class Prologue(torch.autograd.Function):
         x, weight, cos, sin, positions = ctx.saved_tensors
         d = of_outputs[0].float()
         if cos is not None:
-            turns = turns_of(d.size(2), cos, sin, ctx.interleaved, positions, ctx.first)
-            d = turned(d.masked_fill(turns.outside, 0.0), turns, back=True)
+            by = rotations_of(d.size(2), cos, sin, ctx.interleaved, positions, ctx.first)
+            d = rotate(d.masked_fill(by.outside, 0.0), by, back=True)
         d_weight = None
         if weight is not None:
             x = x.float()

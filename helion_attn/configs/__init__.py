@@ -36,13 +36,13 @@ class TileConfig:
     D_pad: int  # padded head dim
     has_right: bool  # which of the two specialisations: a window or causality ends to the right, or none does
     bm: int  # query rows of a block; the same for both, since packing does not know the mask
-    bn: int  # keys of a block; likewise
+    bn: int  # keys of a block; the same for both
     num_warps: int  # warps of a program
     num_stages: int  # K/V blocks in flight
     two_level: bool  # P V is summed in fp32, a fresh product per key block; otherwise inside the tensor core
     # The occupancy that the timing had, which registers and shared memory must allow; `head_group` goes by it.
     ctas_per_sm: int
-    max_registers: int  # a thread's, which ptxas is told
+    max_registers: int  # of a thread, at most
     # The largest launch that this is for, as `query_blocks_per_sm` has it. A larger one takes the next config; all that
     # differ in this alone have the same block sizes.
     max_query_blocks_per_sm: float = math.inf
@@ -60,7 +60,7 @@ class LargeTileConfig:
     """How `fp8_attn_fwd_large_d` is tiled for a (D_pad, v_tile, has_right); `uses_large_d` says for which head dims."""
 
     D_pad: int  # padded head dim of Q and K: a power of two, or the sum of two
-    v_tile: int  # channels of V that a program owns, likewise; D_v is padded to a multiple
+    v_tile: int  # channels of V that a program owns: such a number; D_v is padded to a multiple
     has_right: bool  # and the rest, as in `TileConfig`
     bm: int
     bn: int

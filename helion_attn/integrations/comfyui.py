@@ -39,8 +39,8 @@ class Override:
         first_steps: steps at the start of sampling that stay in 16 bits.
         first_layers: blocks at the start of the model that do. Models with double and single blocks have as many of
             each.
-        last_layers: likewise at its end. Models that do not say which block of how many runs, such as UNets, have none
-            of both.
+        last_layers: blocks at its end that do. Models that do not say which block of how many runs, such as UNets, have
+            none of both.
         keep_blocks: the share of the blocks of 128 keys that self-attention without a mask visits, chosen by
             `helion_attn.masks.top_blocks`; 1 for all. Where the model says the grid of its tokens, as Wan does, a block
             is a tile of the video.

@@ -44,7 +44,7 @@ RULES = (
 
 
 def skips_scores(q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether diffusers' hooks want the values in place of attention of q and k [B, S, heads, D].
+    """Whether a hook of diffusers asks for the values instead of attention of q and k [B, S, heads, D].
 
     `LayerSkipConfig(skip_attention_scores=True)` does, for perturbed attention guidance, by a mode that waits for
     PyTorch's attention.

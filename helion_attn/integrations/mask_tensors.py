@@ -38,7 +38,7 @@ class Part(NamedTuple):
     """Rows of a sequence, and the keys that they see."""
 
     rows: tuple[int, int]  # (first, last), last exclusive
-    keys: tuple[int, int]  # (start, stop), likewise; of those that `Visible.kept` keeps, if it does
+    keys: tuple[int, int]  # (start, stop) of its keys; of those that `Visible.kept` keeps, if it does
 
 
 @dataclass(frozen=True, eq=False)

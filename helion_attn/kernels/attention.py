@@ -198,8 +198,8 @@ def fp8_attn_fwd(
     blocks; and there are no edges.
 
     With `block_sparse` the loop walks the entries of a KV list: `kernels.lib.kv_lists` says which. There is no
-    `varlen`, `multi_rank` or `pack_gqa`. With `has_tail` k8 and v8 have blocks of means behind those of keys, a mean in
-    the place of a key, whose scores lack log2 of `MASK_BLOCK`: so do the references that P is relative to.
+    `varlen`, `multi_rank` or `pack_gqa`. With `has_tail` k8 and v8 have blocks of means behind those of keys. Their
+    scores lack log2 of `MASK_BLOCK`, and so do the references that P is relative to.
     """
     # Passed on to Triton: the registers that the config's occupancy leaves to a thread.
     hl.register_tunable(MAX_REGISTERS, helion.autotuner.IntegerFragment(24, 255, 255))

@@ -52,7 +52,7 @@ class PackKVSpec(NamedTuple):
     note_peak: bool  # V's largest entries are noted
     qk_largest: float  # the largest magnitude that K becomes
     v_largest: float  # that V becomes
-    cap_registers: bool  # ptxas is told of a maximum
+    cap_registers: bool  # registers of a thread have a maximum
     varlen: bool  # the sequences of a batch follow each other
     wide: bool  # addresses need 64 bits
     rows: RowSpec  # what is done to rows of K before they are scaled

@@ -34,7 +34,7 @@ class PackQSpec(NamedTuple):
     q_per_tile: bool  # Q has a descale a tile, which is a block
     q_per_block: bool  # Q has a descale a block of several tiles
     qk_largest: float  # the largest magnitude that Q becomes
-    cap_registers: bool  # ptxas is told of a maximum
+    cap_registers: bool  # registers of a thread have a maximum
     varlen: bool  # the sequences of a batch follow each other
     wide: bool  # addresses need 64 bits
     rows: RowSpec  # what is done to rows before they are scaled; with `has_lse_shift` `lse_shift` is stored

@@ -135,6 +135,13 @@ def top_blocks(
 LEAST = -(2**31)
 
 
+def ordered_bits(x: torch.Tensor) -> torch.Tensor:
+    """Int32 in the order of fp32 numbers, a NaN of either sign last."""
+    bits = x.view(torch.int32)
+    # The bits of negative numbers, but for the sign, are in the opposite order.
+    return torch.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
+
+
 def keys_and_weights(
     scores: torch.Tensor,  # [B * H * M_blocks, N_blocks]
     at: torch.Tensor,  # [rows]
@@ -145,13 +152,10 @@ def keys_and_weights(
     largest: torch.Tensor,  # [rows]
     spec: TopBlocksSpec,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a step's blocks, int32 in the order of their scores, with NaN last, and what each weighs, [rows, blocks]."""
+    """Keys, int32 in the order of a step's scores, and weights, which add up to the target: [rows, blocks] both."""
     block = step * spec.blocks + hl.arange(spec.blocks)
     s = hl.load(scores, [at, block], extra_mask=is_row & (block < n_blocks).unsqueeze(0))
-    bits = s.view(torch.int32)
-    # Of negative numbers all bits but the sign turn around; a NaN may have either sign.
-    ordered = torch.where(s == s, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
-    keys = torch.where(block.unsqueeze(0) < visible, ordered, LEAST)
+    keys = torch.where(block.unsqueeze(0) < visible, ordered_bits(s), LEAST)
     if spec.by_mass:
         return keys, torch.exp(s - largest.unsqueeze(1))
     return keys, hl.full([spec.rows, spec.blocks], 1.0, dtype=torch.float32)

@@ -13,7 +13,7 @@ import torch
 from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.runners import by_device
 from helion_attn.kernels.lib.scalars import int32
-from helion_attn.preprocess.top_blocks import CHANNELS, LEAST
+from helion_attn.preprocess.top_blocks import CHANNELS, LEAST, ordered_bits
 from helion_attn.problem import TopPagesArgs
 
 #: Pages that a step has, and as many of which only the shares are read.
@@ -91,10 +91,10 @@ def top_pages(
             for d_step in hl.grid((D + spec.channels - 1) // spec.channels):
                 cols = d_step * spec.channels + hl.arange(spec.channels)
                 inside = (cols < D).unsqueeze(0)
-                piece = hl.load(mean_q, [at, cols], extra_mask=(head < group).unsqueeze(1) & inside)
+                q_means = hl.load(mean_q, [at, cols], extra_mask=(head < group).unsqueeze(1) & inside)
                 # [pages, channels]
                 k = hl.load(means, [page, h, cols], extra_mask=(slot < width).unsqueeze(1) & inside)
-                s = s + torch.matmul(piece, k.to(torch.float32).transpose(0, 1))
+                s = s + torch.matmul(q_means, k.to(torch.float32).transpose(0, 1))
             hl.store(scores, [at, slot], s, extra_mask=(head < group).unsqueeze(1) & (slot < width).unsqueeze(0))
             known = torch.where(there & (s == s), s, float("-inf"))
             before, largest = largest, torch.maximum(largest, torch.amax(known, 1))
@@ -130,7 +130,7 @@ def top_pages(
             over = over + (ordered_shares(shares, bh, over_step, width, spec) > threshold).to(torch.int32)
         # How many at the threshold are kept, the first ones.
         left = pages - over.sum(0)
-        placed = hl.zeros([], dtype=torch.int32)
+        stored = hl.zeros([], dtype=torch.int32)
         equal_before = hl.zeros([], dtype=torch.int32)
         for last_step in hl.grid((width + spec.shares - 1) // spec.shares):
             slot_of_share = last_step * spec.shares + hl.arange(spec.shares)
@@ -138,10 +138,10 @@ def top_pages(
             equal = (ordered == threshold).to(torch.int32)
             rank = equal_before + hl.cumsum(equal, 0).to(torch.int32) - equal
             keeps = (slot_of_share < width) & ((ordered > threshold) | ((equal > 0) & (rank < left)))
-            place = placed + hl.cumsum(keeps.to(torch.int32), 0).to(torch.int32) - 1
+            index = stored + hl.cumsum(keeps.to(torch.int32), 0).to(torch.int32) - 1
             listed_page = hl.load(block_table, [b * width + slot_of_share], extra_mask=slot_of_share < width)
-            hl.store(few, [bh, place], listed_page, extra_mask=keeps)
-            placed = placed + keeps.to(torch.int32).sum(0).to(torch.int32)
+            hl.store(few, [bh, index], listed_page, extra_mask=keeps)
+            stored = stored + keeps.to(torch.int32).sum(0).to(torch.int32)
             equal_before = equal_before + equal.sum(0).to(torch.int32)
         of_few = length - torch.clamp_min(count - pages, 0) * page_size
         fits = (length >= 0) & (length <= width * page_size)
@@ -155,11 +155,9 @@ def ordered_shares(
     width: int,
     spec: TopPagesSpec,
 ) -> torch.Tensor:
-    """int32 [shares] in the order of a step's shares; past the table, less than any."""
+    """Int32 [shares] in the order of a step's shares; past the table, less than any."""
     slot = step * spec.shares + hl.arange(spec.shares)
-    bits = hl.load(shares, [bh, slot], extra_mask=slot < width).view(torch.int32)
-    # Of negative numbers all bits but the sign turn around.
-    return torch.where(slot < width, bits ^ ((bits >> 31) & 0x7FFFFFFF), LEAST)
+    return torch.where(slot < width, ordered_bits(hl.load(shares, [bh, slot], extra_mask=slot < width)), LEAST)
 
 
 kernel = by_device(top_pages, Config(num_warps=4, indexing="pointer"))

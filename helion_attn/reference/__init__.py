@@ -1,4 +1,4 @@
-"""What the kernels are held to: the fp64 oracle, the rounding model, and `torch._scaled_mm` as a baseline."""
+"""The fp64 oracle, the rounding model of the kernels, and `torch._scaled_mm` as a baseline."""
 
 from helion_attn.reference.hadamard import hadamard, hadamard_matrix
 from helion_attn.reference.kv_cache import fp8_attention_kvcache

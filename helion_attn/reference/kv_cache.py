@@ -69,7 +69,7 @@ def closed(x8: torch.Tensor, descale: torch.Tensor, page: int, dtype: torch.dtyp
 
 
 def e4m3_value(bits: torch.Tensor) -> torch.Tensor:
-    """What bits of e4m3, an integer, would stand for if it had any exponent."""
+    """The number that an integer stands for as bits of e4m3, with exponents that e4m3 does not have."""
     octave = torch.floor(bits / E4M3_STEPS)
     return torch.exp2((octave - 7).clamp_min(-126)) * (1 + bits / E4M3_STEPS - octave) * (octave > -120)
 

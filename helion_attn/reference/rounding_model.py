@@ -211,11 +211,11 @@ def e4m3_of_line(y: torch.Tensor) -> torch.Tensor:
 
 
 class Transformed(NamedTuple):
-    """What is scaled and cast, fp32.
+    """Q, K and V before they are scaled and cast, fp32.
 
     Attributes:
         q: [B, H, M, D], rotated or reflected.
-        k: [B, H_kv, N, D], likewise, without `k_mean`.
+        k: [B, H_kv, N, D], rotated or reflected, without `k_mean`.
         v: [B, H_kv, N, D_v], without `v_mean`.
         k_mean: as in `RoundedQKV`, and `channel_factors`, `lse_shift`.
         v_mean: [B, H_kv, D_v], what was subtracted.

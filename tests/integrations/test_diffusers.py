@@ -213,7 +213,7 @@ def test_a_model_that_no_backend_reaches(device: str) -> None:
 
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_perturbed_attention_guidance(is_fused: bool, device: str) -> None:
-    """A hook that puts the values in the place of attention changes what it changes natively."""
+    """A hook that returns the values instead of attention changes the output as natively."""
     from diffusers.hooks import LayerSkipConfig, apply_layer_skip
 
     outs = {}

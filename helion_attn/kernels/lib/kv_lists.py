@@ -4,7 +4,7 @@ A list is of `MASK_BLOCK` query rows, of which a program has all or a part. Its 
 ascending; of a block of which only a part of the scores is seen, the entry is -1 - block, and a tile has a bit a score.
 The kernel's loop counts entries, through the lists of all row blocks and heads.
 
-Lists of a mask with a tail end with blocks of means, a mean of a key block in the place of a key. A list has one bit a
+Lists of a mask with a tail end with blocks of means: a row of them is the mean of a key block. A list has one bit a
 key block besides, whether its mean counts.
 """
 

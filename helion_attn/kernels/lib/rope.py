@@ -21,7 +21,7 @@ class RopeTables(NamedTuple):
     """A `Rope`, or its absence, as the kernels take it."""
 
     cos: torch.Tensor  # [table_rows * rotary / 2]
-    sin: torch.Tensor  # likewise
+    sin: torch.Tensor  # shaped as cos
     q_positions: torch.Tensor  # [M], or anything if not `explicit[0]`
     k_positions: torch.Tensor  # [N], or anything if not `explicit[1]`
     explicit: tuple[bool, bool]  # whether Q and K have positions of their own

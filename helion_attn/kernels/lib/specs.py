@@ -16,7 +16,7 @@ class RowSpec(NamedTuple):
 
     d_row: int  # the power of two that holds a row
     d_step: int  # from a channel to the next in memory
-    rotary: int  # channels that RoPE turns
+    rotary: int  # channels that RoPE rotates
     pairing: int  # how, as `lib.rope` has it
     explicit_positions: bool  # rows have positions of their own
     normed: int  # which channels share a mean of squares, as `lib.norm` has it

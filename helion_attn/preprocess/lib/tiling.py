@@ -55,17 +55,17 @@ class Tiling(NamedTuple):
     q_run: int
     k_run: int
     q_per_block: bool  # a program packs a block of several tiles, which has a descale, and reads it twice
-    k_per_block: bool  # likewise
+    k_per_block: bool  # the same for K
     rotate_first: bool  # K's mean is rotated and then subtracted, not the other way round
     two_terms: bool  # rows are two terms of bf16 in the rotation
     q_vectors_first: bool  # factors of channels, and K's mean, are loaded in front of a program's tiles of Q
-    k_vectors_first: bool  # likewise
+    k_vectors_first: bool  # the same for tiles of K
     q_warps: int  # of a program that packs Q
     kv_warps: int  # of one that packs K or V
-    q_registers: int | None  # of its thread, or None for ptxas' choice
-    kv_registers: int | None  # likewise
+    q_registers: int | None  # of a thread that packs Q, or None for ptxas' choice
+    kv_registers: int | None  # of a thread that packs K or V
     q_in_flight: int  # tiles of Q that are loaded at once
-    k_in_flight: int  # likewise
+    k_in_flight: int  # tiles of K
 
 
 def tiling(
