@@ -152,7 +152,9 @@ def sageattn_varlen(
         cu_seqlens_k: likewise, of K and V.
         max_seqlen_q: not looked at, and neither is max_seqlen_k: nothing depends on it here.
         max_seqlen_k: the longest sequence of K and V.
-        is_causal: the last query of a sequence sees all of its keys, and each before it one key less.
+        is_causal: the last query of a sequence sees all of its keys, and each before it one key less. SageAttention
+            aligns the first query with the first key, which is another mask where a sequence has more keys than
+            queries. With other numbers of tokens in all it raises.
         sm_scale: multiplies q k^T; 1 / sqrt(D) by default.
         smooth_k: not looked at, as in `sageattn`.
         recipe: how the tensors become 8-bit numbers.
@@ -171,6 +173,12 @@ def sageattn_varlen(
         out = sageattn_varlen(q, k, v, cu_seqlens, cu_seqlens, 30, 30, is_causal=True)
     """
     check_flag(is_causal, "is_causal")
+    tensors = isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor)
+    if is_causal and tensors and q.dim() == k.dim() == 3 and q.size(0) != k.size(0):
+        raise NotImplementedError(
+            f"sageattn_varlen: is_causal is True with {q.size(0)} tokens of q and {k.size(0)} of k; it must be with as "
+            f"many: SageAttention aligns the first query with the first key, helion_attn.attention_varlen the last ones"
+        )
     of_q, of_k = (_as_int32(x) for x in (cu_seqlens_q, cu_seqlens_k))
     return attention_varlen(q, k, v, of_q, of_k, causal=is_causal, sm_scale=sm_scale, recipe=recipe)
 

@@ -185,6 +185,13 @@ def test_varlen(causal: bool, dtype: torch.dtype, device: str) -> None:
         assert_is(out[part].transpose(0, 1)[None], expected)
 
 
+def test_causal_sequences_of_other_lengths_raise(no_launch: None) -> None:
+    q, k = torch.zeros(30, 2, 64), torch.zeros(40, 2, 64)
+    ends = (torch.tensor([0, n], dtype=torch.int32) for n in (30, 40))
+    with pytest.raises(NotImplementedError, match="is_causal is True with 30 tokens of q and 40 of k"):
+        sageattn_varlen(q, k, k, *ends, 30, 40, is_causal=True)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "part"),
     [
