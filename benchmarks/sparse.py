@@ -336,7 +336,7 @@ def smooth_qkv(spread: float, options: Options) -> tuple[Tensor, Tensor, Tensor]
     dry = options.device.type == "cpu"
     grid, H, D = (DRY_FIELD, 1, 64) if dry else (FIELD, BENCH_HIDDEN // 128, 128)
     q, k, v = (field(grid, H * D, FIELD_SCALE, seed, options.device).unflatten(0, (H, D)).mT for seed in range(3))
-    q, k, v = (x.bfloat16().unsqueeze(0) for x in (q * spread, k, v))
+    q, k, v = (x.bfloat16().contiguous().unsqueeze(0) for x in (q * spread, k, v))
     return q, k, v
 
 

@@ -97,6 +97,8 @@ class Attend:
     rise: float = 0.0
     # With a block mask, of blocks that are unseen, seen in part and whole, and of a row that sees nothing.
     listed: bool = False
+    # With a block mask of half of the blocks, of which the rest count by their means.
+    tail: bool = False
 
     def __call__(self, device: str) -> None:
         """The call, and its check."""
@@ -120,6 +122,9 @@ class Attend:
             seen = torch.arange(H * M * self.keys, device=device).view(H, M, self.keys) % 7 > 2
             seen[0, :128, :128], seen[1, :, :128], seen[0, 3] = True, False, False
             options["block_mask"] = ha.BlockMask.from_dense(seen)
+        if self.tail:
+            blocks = torch.arange(H * 2 * 3, device=device).view(1, H, 2, 3) % 2 == 0
+            options["block_mask"] = ha.BlockMask(blocks, M, self.keys, tail=True)
         given = [x.transpose(1, 2) for x in (q, k, v)] if options.get("layout") == "bshd" else [q, k, v]
         plans.forget()  # a plan would keep another case's splits
         with mock.patch.object(scheduling, "key_splits", return_value=self.splits):
@@ -251,6 +256,17 @@ def top_blocks(device: str) -> None:
         raise ValueError("a block is missing")
 
 
+def top_pages(device: str) -> None:
+    """Pages that means choose for two groups of heads: all of a sequence, of three and of none."""
+    cache = ha.paged_kv_cache(8, H_KV, 64, device=device)
+    table = torch.arange(6, dtype=torch.int32, device=device).flip(0).view(2, 3)
+    lengths = torch.tensor([N, 0], dtype=torch.int32, device=device)
+    q, means = torch.randn(2, H, 3, 64, device=device).bfloat16(), ha.pages.empty_means(cache).normal_()
+    few, keys = ha.pages.top(q, means, cache, table, lengths, pages=3)
+    if not torch.equal(few[0], table[0].expand(H_KV, 3)) or keys.tolist() != [[N] * H_KV, [0] * H_KV]:
+        raise ValueError("a page is missing")
+
+
 #: e4m3, blocks of K, nothing mixed, smoothed or equalised.
 PLAIN = replace(ha.FAST, equalise=False, reflect=False, smooth_k=False)
 
@@ -264,6 +280,8 @@ CASES: dict[str, Callable[[str], None]] = {
     **{f"listed_d{D}": Attend(D, D, listed=True) for D in (64, 128, 256)},
     "listed_masked": Attend(128, 128, ha.ACCURATE, options=MASKED, has_sinks=True, listed=True),
     "listed_hybrid": Attend(128, 128, ha.HYBRID, listed=True),
+    "tail": Attend(128, 128, options={"causal": True}, tail=True),
+    "tail_hybrid": Attend(64, 64, ha.HYBRID, tail=True),
     "split_d128": Attend(128, 128, options={"causal": True, "layout": "bshd"}, splits=2),
     "split_masked_d64": Attend(64, 64, ha.ACCURATE, options=MASKED, has_sinks=True, splits=9),
     "fast_d128": Attend(128, 128, ha.FAST),
@@ -282,6 +300,7 @@ CASES: dict[str, Callable[[str], None]] = {
     "many_keys": Attend(32, 32, keys=RECENTRED_KEYS + 70),
     "bits_of_masks": bits_of_masks,
     "top_blocks": top_blocks,
+    "top_pages": top_pages,
     "packed": Packed(128, options={"causal": True}),
     "packed_masked": Packed(64, ha.ACCURATE, options=MASKED),
     "packed_fast": Packed(256, ha.FAST),

@@ -29,6 +29,12 @@ BOUNDS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def without_flash_attn_4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installed or not; tests that are about it have it."""
+    monkeypatch.setattr(flash_attn_4, "is_here", lambda: False)
+
+
 def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, d_out: torch.Tensor, **options: Any) -> Tensors:
     """dQ, dK and dV of `attention`, and dsinks if there are any."""
     given = [x.detach().requires_grad_() for x in (q, k, v)]
