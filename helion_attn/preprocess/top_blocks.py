@@ -7,20 +7,24 @@ be kept, or as much of the probability. Of blocks at the threshold, the first ar
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
-from helion_attn.compiler.runners import by_device
+from helion_attn.compiler.runners import Runner, compiled, interpreted
 from helion_attn.configs import MASK_BLOCK
 from helion_attn.kernels.lib.scalars import int32
 from helion_attn.numerics import FP32_TINY
 from helion_attn.preprocess import block_means
 from helion_attn.problem import BlockMeansArgs, TopBlocksArgs
 
-#: Row blocks of a program, key blocks that a step reads, and channels of a product.
+#: Row blocks of a program, key blocks of a product, and its channels.
 ROWS, BLOCKS, CHANNELS = 16, 64, 64
+
+#: Key blocks whose scores registers hold, at most, all of them or a step's; and of how many a warp has a share.
+MOST_AT_ONCE, OF_A_WARP = 512, 64
 
 #: A share of the blocks is a number of these.
 SHARE_LOG2 = 40
@@ -33,8 +37,11 @@ class TopBlocksSpec(NamedTuple):
     """Constants that the kernel is compiled for."""
 
     rows: int  # row blocks of a program
-    blocks: int  # key blocks that a step reads
-    channels: int  # of a product
+    blocks: int  # key blocks of a product
+    channels: int  # of it
+    whole_channels: bool  # D is a multiple
+    at_once: int  # key blocks whose scores registers hold
+    all_at_once: bool  # there are no more
     causal: bool  # blocks behind the diagonal are not kept
     by_mass: bool  # a share of the probability is kept; otherwise one of the blocks
     is_cuda: bool  # the kernel is compiled; otherwise interpreted
@@ -63,7 +70,8 @@ def top_blocks(
     The diagonal enters row block i at key block `i + enters`, and leaves it at `i + leaves`.
     """
     D = hl.specialize(mean_q.size(1))
-    hl.specialize((mean_q.stride(0), mean_k.stride(0)))
+    # Known strides make loads wide.
+    hl.specialize((mean_q.stride(0), mean_q.stride(1), mean_k.stride(0), mean_k.stride(1)))
     for head, part in hl.grid([heads, (m_blocks + spec.rows - 1) // spec.rows]):
         # [rows]
         row = part * spec.rows + hl.arange(spec.rows)
@@ -81,9 +89,13 @@ def top_blocks(
             s = hl.zeros([spec.rows, spec.blocks], dtype=torch.float32)
             for d_step in hl.grid((D + spec.channels - 1) // spec.channels):
                 cols = d_step * spec.channels + hl.arange(spec.channels)
-                inside = (cols < D).unsqueeze(0)
-                q = hl.load(mean_q, [at, cols], extra_mask=is_row & inside)
-                k = hl.load(mean_k, [first_key + block, cols], extra_mask=(block < n_blocks).unsqueeze(1) & inside)
+                of_rows, of_keys = is_row, (block < n_blocks).unsqueeze(1)
+                # A mask of channels makes loads narrow.
+                if not spec.whole_channels:
+                    inside = (cols < D).unsqueeze(0)
+                    of_rows, of_keys = of_rows & inside, of_keys & inside
+                q = hl.load(mean_q, [at, cols], extra_mask=of_rows)
+                k = hl.load(mean_k, [first_key + block, cols], extra_mask=of_keys)
                 s = s + torch.matmul(q, k.transpose(0, 1))
             s = s * scale
             hl.store(scores, [at, block], s, extra_mask=is_row & (block < n_blocks).unsqueeze(0))
@@ -92,10 +104,13 @@ def top_blocks(
         if spec.is_cuda:
             # All have written the scores.
             hl.inline_triton("tl.debug_barrier()", args=(), output_like=None)
+        steps = (n_blocks + spec.at_once - 1) // spec.at_once
+        if spec.all_at_once:
+            all_keys, all_weights = keys_and_weights(scores, at, is_row, 0, n_blocks, visible, largest, spec)
         # [rows]: how much of what blocks weigh is kept.
         if spec.by_mass:
-            total = hl.zeros([spec.rows, spec.blocks], dtype=torch.float32)
-            for total_step in hl.grid((n_blocks + spec.blocks - 1) // spec.blocks):
+            total = hl.zeros([spec.rows, spec.at_once], dtype=torch.float32)
+            for total_step in hl.grid(steps):
                 keys, weights = keys_and_weights(scores, at, is_row, total_step, n_blocks, visible, largest, spec)
                 total = total + torch.where(keys > LEAST, weights, 0.0)
             target = total.sum(1) * mass
@@ -105,24 +120,27 @@ def top_blocks(
         threshold = hl.full([spec.rows], LEAST, dtype=torch.int32)
         for bit in hl.grid(32):
             higher = threshold ^ (int32(1) << int32(31 - bit))
-            # [rows, blocks], summed once
-            held = hl.zeros([spec.rows, spec.blocks], dtype=torch.float32)
-            for step in hl.grid((n_blocks + spec.blocks - 1) // spec.blocks):
-                keys, weights = keys_and_weights(scores, at, is_row, step, n_blocks, visible, largest, spec)
-                held = held + torch.where(keys >= higher.unsqueeze(1), weights, 0.0)
+            # [rows, at_once], summed once
+            if spec.all_at_once:
+                held = torch.where(all_keys >= higher.unsqueeze(1), all_weights, 0.0)
+            else:
+                held = hl.zeros([spec.rows, spec.at_once], dtype=torch.float32)
+                for step in hl.grid(steps):
+                    keys, weights = keys_and_weights(scores, at, is_row, step, n_blocks, visible, largest, spec)
+                    held = held + torch.where(keys >= higher.unsqueeze(1), weights, 0.0)
             threshold = torch.where(held.sum(1) >= target, higher, threshold)
-        over = hl.zeros([spec.rows, spec.blocks], dtype=torch.float32)
-        for above_step in hl.grid((n_blocks + spec.blocks - 1) // spec.blocks):
+        over = hl.zeros([spec.rows, spec.at_once], dtype=torch.float32)
+        for above_step in hl.grid(steps):
             keys, weights = keys_and_weights(scores, at, is_row, above_step, n_blocks, visible, largest, spec)
             over = over + torch.where(keys > threshold.unsqueeze(1), weights, 0.0)
         above = over.sum(1)
-        for last_step in hl.grid((n_blocks + spec.blocks - 1) // spec.blocks):
+        for last_step in hl.grid(steps):
             keys, weights = keys_and_weights(scores, at, is_row, last_step, n_blocks, visible, largest, spec)
             equal = keys == threshold.unsqueeze(1)
             of_equal = torch.where(equal, weights, 0.0)
             before = above.unsqueeze(1) + hl.cumsum(of_equal, 1) - of_equal
             above = above + of_equal.sum(1)
-            of_step = last_step * spec.blocks + hl.arange(spec.blocks)
+            of_step = last_step * spec.at_once + hl.arange(spec.at_once)
             ahead = of_step.unsqueeze(0) - row.unsqueeze(1)
             keeps = (keys > threshold.unsqueeze(1)) | (equal & (before < target.unsqueeze(1)))
             keeps = keeps | (of_step < sink_blocks).unsqueeze(0)
@@ -152,16 +170,21 @@ def keys_and_weights(
     largest: torch.Tensor,  # [rows]
     spec: TopBlocksSpec,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys, int32 in the order of a step's scores, and weights, which add up to the target: [rows, blocks] both."""
-    block = step * spec.blocks + hl.arange(spec.blocks)
+    """Keys, int32 in the order of a step's scores, and weights, which add up to the target: [rows, at_once] both."""
+    block = step * spec.at_once + hl.arange(spec.at_once)
     s = hl.load(scores, [at, block], extra_mask=is_row & (block < n_blocks).unsqueeze(0))
     keys = torch.where(block.unsqueeze(0) < visible, ordered_bits(s), LEAST)
     if spec.by_mass:
         return keys, torch.exp(s - largest.unsqueeze(1))
-    return keys, hl.full([spec.rows, spec.blocks], 1.0, dtype=torch.float32)
+    return keys, hl.full([spec.rows, spec.at_once], 1.0, dtype=torch.float32)
 
 
-kernel = by_device(top_blocks, Config(num_warps=4, indexing="pointer"))
+@functools.cache
+def kernel(is_cuda: bool, at_once: int) -> Runner:
+    """The kernel for the device."""
+    if not is_cuda:
+        return interpreted(top_blocks)
+    return compiled(top_blocks, Config(num_warps=max(4, at_once // OF_A_WARP), indexing="pointer"))
 
 
 def launch(a: TopBlocksArgs) -> torch.Tensor:
@@ -171,7 +194,8 @@ def launch(a: TopBlocksArgs) -> torch.Tensor:
     kept = empty_blocks(a)
     m_blocks, n_blocks = kept.shape[2:]
     mean_q, mean_k = (block_means.launch(BlockMeansArgs(x)) for x in (a.q, a.k))
-    kernel(a.q.is_cuda).run(
+    at_once = min(MOST_AT_ONCE, max(BLOCKS, 1 << (n_blocks - 1).bit_length()))
+    kernel(a.q.is_cuda, at_once).run(
         {
             "mean_q": mean_q.view(-1, D),
             "mean_k": mean_k.view(-1, D),
@@ -195,6 +219,9 @@ def launch(a: TopBlocksArgs) -> torch.Tensor:
                 rows=ROWS,
                 blocks=BLOCKS,
                 channels=CHANNELS,
+                whole_channels=D % CHANNELS == 0,
+                at_once=at_once,
+                all_at_once=n_blocks <= at_once,
                 causal=a.causal,
                 by_mass=a.mass is not None,
                 is_cuda=a.q.is_cuda,

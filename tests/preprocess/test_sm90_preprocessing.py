@@ -310,7 +310,7 @@ def test_top_blocks(options: dict[str, Any]) -> None:
 
 @pytest.mark.thorough
 def test_top_pages() -> None:
-    """One launch, of programs of which an SM holds several."""
+    """Two launches, of programs of which an SM holds several."""
 
     def launch() -> None:
         with launching():
@@ -319,7 +319,9 @@ def test_top_pages() -> None:
             tables = fake_cuda(4, 1000, dtype=torch.int32), fake_cuda(4, dtype=torch.int32)
             ha.pages.top(fake_cuda(4, 32, 1, 128, dtype=BF16), means, cache, *tables, pages=64)
 
-    (kernel,) = compile_for_sm90(launch)
-    assert_sound(kernel)
-    assert kernel.ctas_per_sm >= 3
-    assert kernel.opcodes["HMMA"] > 0
+    scoring, choosing = compile_for_sm90(launch)
+    for kernel in (scoring, choosing):
+        assert_sound(kernel)
+        assert kernel.ctas_per_sm >= 3
+    assert scoring.opcodes["HMMA"] > 0
+    assert max(widths(scoring, "LDG")) == 16
