@@ -6,7 +6,8 @@ step.
 
 Layers as they are initialised would hide attention. So weights are N(0, 1 / inputs), which keeps the size of what goes
 through, and RMSNorm of Q and K multiplies by 2: scores spread by 4, and a row attends to few keys. MiniMax-H3's K is
-large in few channels, as trained ones' is, and its Q as much smaller there, so that scores stay.
+large in few channels, as trained ones' is, and its Q as much smaller there, so that scores stay. Wan also runs with a
+quarter of the blocks of self-attention, without a tail and with one.
 
 SGLang's diffusion takes an attention kernel whose largest difference is at most .05 of the largest value.
 """
@@ -20,6 +21,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+import helion_attn as ha
 from benchmarks import steps
 from benchmarks.lib.attends import BASE, BASE_LABEL, Attend, compare, measured
 from benchmarks.lib.harness import Loaded, Results, Row
@@ -41,6 +43,9 @@ LARGE_CHANNELS, LARGER = (0, 1, 48, 49), 8.0
 
 #: The modules of RMSNorm of Q and K: of a block, and of Flux' text.
 NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
+
+#: The share of the blocks that Wan's self-attention visits, with a tail and without.
+KEEP = 0.25
 
 #: The name under which diffusers has the attention that is measured.
 NAME = "measured"
@@ -139,6 +144,16 @@ def errors(model: steps.Model, found: dict[int, Tensor], base: dict[int, Tensor]
     ]
 
 
+def of_blocks(tail: bool) -> Attend:
+    """The best blocks of self-attention, and the others by their means with `tail`; other attention is dense."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Tensor:
+        mask = ha.masks.top_blocks(q, k, keep=KEEP, tail=tail) if q.size(2) == k.size(2) else None
+        return ha.attention(q, k, v, causal=causal, sm_scale=sm_scale, block_mask=mask)
+
+    return attend
+
+
 def measure_model(model: steps.Model, options: Options, results: Results, attends: dict[str, Attend]) -> None:
     """Rows for each attention."""
     torch.manual_seed(0)
@@ -147,6 +162,8 @@ def measure_model(model: steps.Model, options: Options, results: Results, attend
     sharpen(module.eval())
     if model.build is steps.minimax_h3:
         enlarge_channels(module)
+    elif model.build is steps.wan:
+        attends = attends | {"blocks": of_blocks(tail=False), "tail": of_blocks(tail=True)}
     run = functools.partial(sampled_with, module, inputs, model.build in (steps.flux, steps.minimax_h3))
     compare(STAGE, attends, results, run, functools.partial(errors, model))
     module.set_attention_backend("native")  # type: ignore[operator]  # what was set last is that of new models

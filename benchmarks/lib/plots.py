@@ -55,6 +55,8 @@ COLOURS = {
     "ring": "#444444",
     "fused": "#f4a259",
     "masked": "#5b8e7d",
+    "blocks": "#5b8e7d",
+    "tail": "#0f4c5c",
 }
 
 MARKERS = {
@@ -83,6 +85,8 @@ MARKERS = {
     "allgather": "o",
     "ulysses": "^",
     "ring": "v",
+    "blocks": "s",
+    "tail": "D",
 }
 
 STYLE: Any = {

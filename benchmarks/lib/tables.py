@@ -48,6 +48,8 @@ LABELS = {
     "auto": '"auto"',
     "fused": "BALANCED, fused",
     "masked": "BALANCED, fused, a quarter of the blocks",
+    "blocks": "BALANCED, a quarter of the blocks",
+    "tail": "BALANCED, a quarter of the blocks, a tail",
 }
 
 #: This package in the tables of speed: the default recipe, and FAST.
