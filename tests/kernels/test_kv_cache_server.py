@@ -74,10 +74,11 @@ def test_views_of_one_tensor(bias: float, device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bias", [0.0, 12.0], ids=["plain", "biased"])
-@pytest.mark.parametrize("num_pages", [200, 42_000], ids=["small_pool", "large_pool"])
+@pytest.mark.parametrize("num_pages", [200, 42_000, 88_000], ids=["small_pool", "large_pool", "many_keys"])
 def test_long_prompts(num_pages: int, bias: float, device: str) -> None:
-    """Four prompts of 2,048 tokens in a step. The large pool has 2**31 bytes, K less than as many elements."""
-    assert (num_pages * page_bytes(H_KV, D) > 2**31) == (num_pages == 42_000)
+    """Four prompts of 2,048 tokens in a step. A large pool has 2**31 bytes; of many keys K has as many elements."""
+    assert (num_pages * page_bytes(H_KV, D) > 2**31) == (num_pages > 200)
+    assert (num_pages * H_KV * PAGE * D > 2**31) == (num_pages == 88_000)
     sequences = Sequences(num_pages, 66, bias, device)
     sequences.step(dict.fromkeys(range(4), 2048))
     sequences.step(dict.fromkeys(range(4), 1))

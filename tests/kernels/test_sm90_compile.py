@@ -322,11 +322,15 @@ def test_a_step(D: int, recipe: ha.Recipe) -> None:
 @pytest.mark.parametrize("recipe", [ha.BALANCED, ha.FAST])
 def test_a_step_of_a_large_pool(recipe: ha.Recipe) -> None:
     """Of more than 2**31 elements, where indices have 64 bits; the splits are chosen on the GPU."""
-    kernels = {x.name: x for x in compile_step(128, 64, 2112, 65, None, recipe, num_pages=20000)}
+    small, kernels = (
+        {x.name: x for x in compile_step(128, 64, 2112, 65, None, recipe, num_pages=pages)} for pages in (2048, 20000)
+    )
     for name, spilled in (("append_kv", 0), ("close_full_pages", 0), ("dynamic_splits", 0), ("fp8_attn_decode", 50)):
         assert_sound(kernels[f"_helion_{name}"], spilled)
     opcodes = Counter(loop_of(kernels["_helion_fp8_attn_decode"]))
     assert opcodes["LDL"] + opcodes["STL"] <= 1
+    for name in ("_helion_fp8_attn_decode", "_helion_fp8_attn_prefill"):
+        assert kernels[name].opcodes["UTMALDG"] == small[name].opcodes["UTMALDG"] > 0
 
 
 @pytest.mark.parametrize("M", [1, 16])
