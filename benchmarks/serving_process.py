@@ -80,12 +80,18 @@ def fill_weights(model: Any) -> None:
             weight.data.normal_(0.0, 1.0 if "embed" in name else weight.shape[-1] ** -0.5, generator=generator)
 
 
+def cache_tokens(client: Client) -> int:
+    """How many tokens a server's cache holds."""
+    cache = client.llm.llm_engine.vllm_config.cache_config
+    tokens: int = cache.num_gpu_blocks * cache.block_size
+    return tokens
+
+
 def measure(given: dict[str, Any]) -> dict[str, Any]:
     """Start a server, and measure its speed."""
     N, sequences = given["N"], given["sequences"]
     client = Client(given, max(N, MIXED_TOKENS) + 256)
-    cache = client.llm.llm_engine.vllm_config.cache_config
-    said: dict[str, Any] = {"start_s": client.start_s, "cache_tokens": cache.num_gpu_blocks * cache.block_size}
+    said: dict[str, Any] = {"start_s": client.start_s, "cache_tokens": cache_tokens(client)}
     # Prompts that are new to the server, after two that warm it up.
     count = max(2, min(16, 262144 // N))
     client.seconds(client.prompts(2, N, seed=2), 1)
@@ -113,7 +119,7 @@ def measure_quality(given: dict[str, Any]) -> dict[str, Any]:
     with open(given["texts"]) as file:
         texts = json.load(file)
     client = Client(given, given["N"])
-    said: dict[str, Any] = {"perplexity": {}}
+    said: dict[str, Any] = {"cache_tokens": cache_tokens(client), "perplexity": {}}
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     for length, prompts in texts["read"].items():
         logprobs: list[float] = []

@@ -9,6 +9,8 @@ import torch
 
 import helion_attn as ha
 from devtools.inputs import make_qkv
+from helion_attn import plans
+from helion_attn.preprocess import top_pages
 from helpers.paged import NO_PAGE, append_all, make_cache, poison
 from helpers.refused import assert_raises
 
@@ -167,6 +169,13 @@ def test_top_pages_by_their_shares(group: int, M: int, width: int, pages: int, d
     assert torch.all(least >= most - 0.005 * most.abs())
     full = lengths.to(device) - (count.flatten() - pages).clamp_min(0) * 128
     assert torch.equal(keys, full.int().unsqueeze(1).expand(-1, H_KV))
+
+
+def test_shares_that_are_read_in_several_steps(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(top_pages, "MOST_AT_ONCE", 128)
+    plans.forget()
+    test_top_pages_by_their_shares(1, 1, 300, 40, device)
+    plans.forget()
 
 
 def test_what_attention_makes_nan_of_stays_nan(device: str) -> None:

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 import helion_attn as ha
+from helion_attn import plans
 from helion_attn.configs import MASK_BLOCK
 from helion_attn.masks.blocks import Rule
 from helion_attn.preprocess import block_means as of_means
+from helion_attn.preprocess import top_blocks
 from helion_attn.preprocess.mask_bits import IN_PART
 from helion_attn.problem import BlockMeansArgs
 
@@ -254,6 +256,16 @@ def test_top_blocks_by_share(keep: float, causal: bool) -> None:
     assert torch.equal(mask.blocks.sum(3), torch.tensor(wanted).expand(2, 4, -1))
     least = p.masked_fill(~mask.blocks, math.inf).amin(3)
     assert bool((p.masked_fill(mask.blocks, -math.inf).amax(3) <= least).all())
+
+
+@pytest.mark.parametrize("how", [{"keep": 0.3}, {"mass": 0.8, "causal": True}], ids=["keep", "mass"])
+def test_blocks_that_are_read_in_several_steps(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k = qk(300, 128 * 150)
+    at_once = ha.masks.top_blocks(q, k, **how).blocks
+    monkeypatch.setattr(top_blocks, "MOST_AT_ONCE", 64)
+    plans.forget()
+    assert torch.equal(ha.masks.top_blocks(q, k, **how).blocks, at_once)
+    plans.forget()
 
 
 @pytest.mark.parametrize("causal", [False, True])
