@@ -258,10 +258,10 @@ def top_blocks(device: str) -> None:
 
 def top_pages(device: str) -> None:
     """Pages that means choose for two groups of heads: all of a sequence, of three and of none."""
-    cache = ha.paged_kv_cache(8, H_KV, 64, device=device)
+    cache = ha.paged_kv_cache(8, H_KV, 40, device=device)
     table = torch.arange(6, dtype=torch.int32, device=device).flip(0).view(2, 3)
     lengths = torch.tensor([N, 0], dtype=torch.int32, device=device)
-    q, means = torch.randn(2, H, 3, 64, device=device).bfloat16(), ha.pages.empty_means(cache).normal_()
+    q, means = torch.randn(2, H, 3, 40, device=device).bfloat16(), ha.pages.empty_means(cache).normal_()
     few, keys = ha.pages.top(q, means, cache, table, lengths, pages=3)
     if not torch.equal(few[0], table[0].expand(H_KV, 3)) or keys.tolist() != [[N] * H_KV, [0] * H_KV]:
         raise ValueError("a page is missing")

@@ -175,6 +175,13 @@ def test_shares_that_are_read_in_several_steps(device: str, monkeypatch: pytest.
     monkeypatch.setattr(top_pages, "MOST_AT_ONCE", 128)
     plans.forget()
     test_top_pages_by_their_shares(1, 1, 300, 40, device)
+    # Of pages that are alike the first, in whatever step they are, besides the last two.
+    cache = ha.paged_kv_cache(300, H_KV, D, device=device)
+    table = torch.arange(300, dtype=torch.int32, device=device).unsqueeze(0)
+    lengths = torch.tensor([300 * 128], dtype=torch.int32, device=device)
+    q = torch.zeros(1, H_KV, 1, D, dtype=torch.bfloat16, device=device)
+    few, _ = ha.pages.top(q, ha.pages.empty_means(cache).zero_(), cache, table, lengths, pages=200)
+    assert few[0].tolist() == [[*range(198), 298, 299]] * H_KV
     plans.forget()
 
 

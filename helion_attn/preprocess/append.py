@@ -177,7 +177,7 @@ def append_kv(
         first_slot = group % (spec.bn // spec.keys) * spec.keys
         # Rows that lie `keys / 4` apart are a thread's, and are neighbours in V.
         # [keys]
-        row = hl.arange(spec.keys, dtype=torch.int32)
+        row = hl.arange(spec.keys)
         key = key_stored_at(row % (spec.keys // 4) * 4 + row // (spec.keys // 4))
         position = begin + key
         given = (position >= first) & (position - first < new_keys)
@@ -245,13 +245,13 @@ def append_kv(
         # [keys, D_v_pad], then [D_v_pad, keys] in V's order
         v_tile = (factor.unsqueeze(1) * y).to(v8.dtype)
         v_tile = v_tile.reshape(4, spec.keys // 4, spec.d_v_pad).permute(2, 1, 0).reshape(spec.d_v_pad, spec.keys)
-        places = hl.arange(spec.keys, dtype=torch.int32)
+        places = hl.arange(spec.keys)
         # A page that begins in this tile and that new keys do not fill, or a closed one that the first new key is in.
         keys_there = first + new_keys - begin // spec.bn * spec.bn
         begins = known & (first_slot == 0) & (begin >= first) & (begin - first < new_keys)
         clears = (begins | opens) & (keys_there < spec.bn)
         # [bn]
-        slot = hl.arange(spec.bn, dtype=torch.int32)
+        slot = hl.arange(spec.bn)
         cleared = of_v + (channels.unsqueeze(1) * spec.bn + slot.unsqueeze(0)).to(torch.int64)
         no_value = hl.zeros([spec.d_v_pad, spec.bn], dtype=v8.dtype)
         # No other program has keys of the page: all of it is cleared, 16 bytes at once.

@@ -148,7 +148,7 @@ def close_full_pages(
             for h in hl.grid(first_head, first_head + kv_heads // head_groups):
                 of_k, of_v, of_descales = page_begins(page, h, steps)
                 # [bn], keys, and V's in their order
-                slot = hl.arange(spec.bn, dtype=torch.int32)
+                slot = hl.arange(spec.bn)
                 stored = key_stored_at(slot)
                 own_k = hl.load(k_descale, [of_descales + slot])
                 own_v = hl.load(v_descale, [of_descales + slot])

@@ -126,7 +126,7 @@ def pack_means(
         if spec.k_block_descales:
             k_descale_with_tail[to] = torch.amax(descale, 0)
         if spec.v_transposed:
-            key_block = first + key_stored_at(hl.arange(bn, dtype=torch.int32))
+            key_block = first + key_stored_at(hl.arange(bn))
             is_block = (key_block < n_blocks).unsqueeze(1)
         # [bn, D_v_pad]
         v = hl.load(v_means, [head * tail_blocks * bn + key_block, hl.arange(d_v_pad)], extra_mask=is_block)

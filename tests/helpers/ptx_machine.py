@@ -102,6 +102,7 @@ OPERATIONS: dict[str, Operation] = {
     **_typed("ld.param", "b32 b64 s32", lambda x: x),
     **_typed("mad.lo", "s32 s64", lambda a, b, c: a * b + c),
     **_typed("mad.wide", "s32", lambda a, b, c: a.astype(np.int64) * b + c, "s64"),
+    **_typed("mad.wide", "u32", lambda a, b, c: a.astype(np.uint64) * b + c, "u64"),
     **_typed("max", "s32 s64", np.maximum),
     **_typed("max.NaN", "f32", np.maximum),
     **_typed("min", "s32", np.minimum),

@@ -1,4 +1,4 @@
-"""Pools of 2**31 bytes or more, whose kernels have positions of 64 bits: they store what those of small pools do."""
+"""Pools of more than 2**31 elements, whose kernels have 64-bit indices: they store what those of small pools do."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ SEQUENCES, KEYS, PAGES_OF_SEQUENCE = 4, 300, 3
 TOKENS = SEQUENCES * KEYS
 #: Pages that there are bytes of: the pool's first, which programs without keys read, and its last.
 PAGES = 1 + SEQUENCES * PAGES_OF_SEQUENCE
+#: Bytes before the last pages of a large pool: 2**32 descales.
+LARGE = 2**34
 #: Where the first part of memory begins, and how far apart the parts do.
 APART = 2**40
 
@@ -137,7 +139,7 @@ def run(built: Build, given: Inputs) -> dict[str, Bytes]:
 @pytest.mark.parametrize("D", [64, 128])
 def test_kernels_of_large_pools_store_the_same_bytes(D: int) -> None:
     given = inputs(D)
-    small, large = (build(D, num_pages) for num_pages in (PAGES, 2**31 // page_bytes(D) + PAGES))
+    small, large = (build(D, num_pages) for num_pages in (PAGES, LARGE // page_bytes(D) + PAGES))
     assert [kernel.name for kernel in small.kernels] == ["_helion_append_kv", "_helion_close_full_pages"]
     stored, stored_in_large = run(small, given), run(large, given)
     assert stored.keys() == stored_in_large.keys()

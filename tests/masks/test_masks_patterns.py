@@ -258,11 +258,17 @@ def test_top_blocks_by_share(keep: float, causal: bool) -> None:
     assert bool((p.masked_fill(mask.blocks, -math.inf).amax(3) <= least).all())
 
 
-@pytest.mark.parametrize("how", [{"keep": 0.3}, {"mass": 0.8, "causal": True}], ids=["keep", "mass"])
-def test_blocks_that_are_read_in_several_steps(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k = qk(300, 128 * 150)
+@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize("how", [{"keep": 0.6}, {"mass": 0.8, "causal": True}], ids=["keep", "mass"])
+def test_blocks_that_are_read_in_several_steps(
+    how: dict[str, Any], alike: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of blocks that are alike the first are kept, in whatever step they are."""
+    q, k = qk(300, 128 * 300)
+    if alike:
+        q, k = torch.ones_like(q), torch.ones_like(k)
     at_once = ha.masks.top_blocks(q, k, **how).blocks
-    monkeypatch.setattr(top_blocks, "MOST_AT_ONCE", 64)
+    monkeypatch.setattr(top_blocks, "MOST_AT_ONCE", 128)
     plans.forget()
     assert torch.equal(ha.masks.top_blocks(q, k, **how).blocks, at_once)
     plans.forget()

@@ -10,12 +10,14 @@ from helion_attn.kernels.lib.strided import load_rows
 
 
 def key_stored_at(position: torch.Tensor) -> torch.Tensor:
-    """The key that V has at a position of a block, int32: in each 16, position 4t + 2a + b holds key 8a + 2t + b.
+    """The key that V has at a position of a block: in each 16, position 4t + 2a + b holds key 8a + 2t + b.
 
-    Of 64-bit positions, as `hl.arange` makes them beside tensors of 2**31 elements, Triton 3.6 loses a term.
+    Of the position's type, which addresses need. It is computed in 32 bits: of 64, as `hl.arange` has beside tensors of
+    2**31 elements, Triton 3.6 loses a term.
     """
-    in_group = position % 16
-    return position - in_group + (in_group // 2 % 2) * 8 + (in_group // 4) * 2 + in_group % 2
+    narrow = position.to(torch.int32)
+    in_group = narrow % 16
+    return (narrow - in_group + (in_group // 2 % 2) * 8 + (in_group // 4) * 2 + in_group % 2).to(position.dtype)
 
 
 def v_descales(
@@ -57,7 +59,7 @@ def v_block(
     keys = i * bn + hl.arange(bn)
     if dtype.itemsize == 1:
         # The permutation is in the addresses of the loads.
-        keys = i * bn + key_stored_at(hl.arange(bn, dtype=torch.int32))
+        keys = i * bn + key_stored_at(hl.arange(bn))
     # [bn, d_tile]
     x = load_rows(flat, head_offset, keys, cols, row_step, d_step, size, d)
     # Keys past the end stay 0: one FMA an element, where a choice would be an instruction more.
