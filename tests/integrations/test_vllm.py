@@ -25,6 +25,7 @@ import torch
 import helion_attn as ha
 from helion_attn.integrations import vllm as plugin
 from helion_attn.integrations.vllm import warm_up
+from helion_attn.kernels.lib.strided import flat_memory
 
 INSTALLED = importlib.util.find_spec("vllm") is not None
 
@@ -111,6 +112,22 @@ def test_what_a_server_compiles() -> None:
     assert {"fp8_attn_prefill" in plan.kernels for plan in found} == {True, False}
     assert all("append_kv + close_full_pages" in plan.kernels for plan in found)
     assert {"merge_splits_kernel" in plan.kernels for plan in found} == {True, False}
+
+
+@pytest.mark.parametrize("num_pages", [2, 20_000, 41_130, 80_000, 87_400, 160_000, 164_500, 300_000])
+def test_a_server_compiles_for_the_indices_of_its_pool(num_pages: int) -> None:
+    """With as many pages as it takes, each of a cache's tensors is large or is not, as in the server's."""
+    kind = warm_up.LayerKind(9, 3, 64, "balanced", None, None, has_sinks=False, num_splits=None)
+
+    def are_large(pages: int) -> list[bool]:
+        memory = torch.empty(pages, warm_up.page_bytes_of(kind), dtype=torch.uint8, device="meta")
+        cache = ha.PagedKVCache.from_buffer(memory, 3, 64, recipe="balanced")
+        tensors = cache.k8, cache.v8, cache.k_descale, cache.v_descale
+        return [x.numel() >= 2**31 for x in (*tensors, *map(flat_memory, tensors))]
+
+    made = warm_up.pages_for(kind, num_pages)
+    assert made <= num_pages
+    assert are_large(made) == are_large(num_pages)
 
 
 GOOD: dict[str, Any] = {

@@ -105,11 +105,15 @@ def page_bytes_of(kind: LayerKind) -> int:
 
 
 def pages_for(kind: LayerKind, num_pages: int) -> int:
-    """How many pages, as few as there may be, have kernels' indices of so many."""
+    """How many pages, as few as there may be, have kernels' indices of so many.
+
+    Of a page counted are what descales lie apart, the elements of K, and all bytes.
+    """
     elements = kind.num_kv_heads * kind.head_size * page_packing(kind.head_size, kind.head_size).page_size
-    for of_page in (elements, page_bytes_of(kind)):
-        if num_pages * of_page >= MANY:
-            return -(-MANY // of_page)
+    for of_page in (page_bytes_of(kind) // torch.float32.itemsize, elements, page_bytes_of(kind)):
+        # A tensor of all pages ends in the last one.
+        if (num_pages - 1) * of_page >= MANY:
+            return -(-MANY // of_page) + 1
     return 2
 
 
