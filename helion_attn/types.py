@@ -186,7 +186,7 @@ class Recipe:
         object.__setattr__(self, "_values", tuple(values.values()))
 
     def _implied(self) -> dict[str, Any]:
-        """What the fields that may be None are implied to be, whatever they are."""
+        """The values that None stands for, by field."""
         qk_8_bit, pv_8_bit = (getattr(x, "itemsize", 1) == 1 for x in (self.qk_dtype, self.pv_dtype))
         return {
             "q_scales": "token" if qk_8_bit else "none",
@@ -240,7 +240,7 @@ class Recipe:
         return by_config if self.promote_every is None else self.promote_every == 1
 
     def qk_largest(self, d: int, d_v: int) -> float:
-        """What the largest magnitude of Q and K becomes, of head dims `d` and V's `d_v`; 1 of 16 bits."""
+        """The largest magnitude of packed Q and K, for head dim `d`, and `d_v` of V; 1 for 16 bits."""
         if self.half_scores and takes_bits(self.pv_dtype, max(d, d_v)):
             return largest_for_half_scores(d)
         return FORMAT_MAX.get(self.qk_dtype, 1.0)

@@ -89,13 +89,13 @@ def top_blocks(
             s = hl.zeros([spec.rows, spec.blocks], dtype=torch.float32)
             for d_step in hl.grid((D + spec.channels - 1) // spec.channels):
                 cols = d_step * spec.channels + hl.arange(spec.channels)
-                of_rows, of_keys = is_row, (block < n_blocks).unsqueeze(1)
+                q_mask, k_mask = is_row, (block < n_blocks).unsqueeze(1)
                 # A mask of channels makes loads narrow.
                 if not spec.whole_channels:
                     inside = (cols < D).unsqueeze(0)
-                    of_rows, of_keys = of_rows & inside, of_keys & inside
-                q = hl.load(mean_q, [at, cols], extra_mask=of_rows)
-                k = hl.load(mean_k, [first_key + block, cols], extra_mask=of_keys)
+                    q_mask, k_mask = q_mask & inside, k_mask & inside
+                q = hl.load(mean_q, [at, cols], extra_mask=q_mask)
+                k = hl.load(mean_k, [first_key + block, cols], extra_mask=k_mask)
                 s = s + torch.matmul(q, k.transpose(0, 1))
             s = s * scale
             hl.store(scores, [at, block], s, extra_mask=is_row & (block < n_blocks).unsqueeze(0))

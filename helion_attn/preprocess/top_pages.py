@@ -62,29 +62,29 @@ def page_scores(
         # [heads]
         head = hl.arange(spec.heads)
         at = (b * kv_heads + h) * group + head
-        of_heads = (head < group).unsqueeze(1)
+        head_mask = (head < group).unsqueeze(1)
         # [pages]
         slot = part * spec.pages + hl.arange(spec.pages)
-        of_pages = (slot < width).unsqueeze(1)
+        page_mask = (slot < width).unsqueeze(1)
         listed = hl.load(block_table, [b * width + slot], extra_mask=slot < width)
         page = torch.clamp_max(torch.clamp_min(listed, 0), num_pages - 1).to(torch.int64)
         # [heads, pages]
         s = hl.zeros([spec.heads, spec.pages], dtype=torch.float32)
         for d_step in hl.grid((D + spec.channels - 1) // spec.channels):
             cols = d_step * spec.channels + hl.arange(spec.channels)
-            of_q, of_k = of_heads, of_pages
+            q_mask, k_mask = head_mask, page_mask
             # A mask of channels makes loads narrow.
             if not spec.whole_channels:
                 inside = (cols < D).unsqueeze(0)
-                of_q, of_k = of_q & inside, of_k & inside
+                q_mask, k_mask = q_mask & inside, k_mask & inside
             # [pages, channels]
-            k = hl.load(means, [page, h, cols], extra_mask=of_k)
+            k = hl.load(means, [page, h, cols], extra_mask=k_mask)
             # [heads, channels]
             total_q = hl.zeros([spec.heads, spec.channels], dtype=torch.float32)
             for m in hl.grid(M):
-                total_q = total_q + hl.load(q, [at * M + m, cols], extra_mask=of_q).to(torch.float32)
+                total_q = total_q + hl.load(q, [at * M + m, cols], extra_mask=q_mask).to(torch.float32)
             s = s + torch.matmul(total_q * scale, k.to(torch.float32).transpose(0, 1))
-        hl.store(scores, [at, slot], s, extra_mask=of_heads & (slot < width).unsqueeze(0))
+        hl.store(scores, [at, slot], s, extra_mask=head_mask & (slot < width).unsqueeze(0))
 
 
 def top_pages(
@@ -111,7 +111,7 @@ def top_pages(
         # [heads]
         head = hl.arange(spec.heads)
         at = bh * group + head
-        of_heads = (head < group).unsqueeze(1)
+        head_mask = (head < group).unsqueeze(1)
         length = hl.load(cache_seqlens, [b])
         count = (torch.clamp_min(length, 0) + (page_size - 1)) // page_size
         largest = hl.full([spec.heads], float("-inf"), dtype=torch.float32)
@@ -120,7 +120,7 @@ def top_pages(
             slot = step * spec.scores + hl.arange(spec.scores)
             there = ((slot < width) & (slot < count)).unsqueeze(0)
             # [heads, scores]
-            s = hl.load(scores, [at, slot], extra_mask=of_heads & there)
+            s = hl.load(scores, [at, slot], extra_mask=head_mask & there)
             known = torch.where(there & (s == s), s, float("-inf"))
             before, largest = largest, torch.maximum(largest, torch.amax(known, 1))
             reference = torch.where(largest == float("-inf"), 0.0, largest)
@@ -128,7 +128,7 @@ def top_pages(
         for share_step in hl.grid((width + spec.scores - 1) // spec.scores):
             slot = share_step * spec.scores + hl.arange(spec.scores)
             there = (slot < width) & (slot < count)
-            of_share = of_heads & there.unsqueeze(0)
+            of_share = head_mask & there.unsqueeze(0)
             s = hl.load(scores, [at, slot], extra_mask=of_share)
             unknown = torch.amax((of_share & (s != s)).to(torch.int32), 0) > 0
             of_total = torch.exp(s - largest.unsqueeze(1)) / total.unsqueeze(1)

@@ -50,14 +50,14 @@ MAX_SM_SCALE = 2.0**64
 
 
 def described(value: object) -> str:
-    """What somebody passed: a tensor by its dtype and shape, all else by its type."""
+    """Describe an argument for an error: a tensor by dtype and shape, other values by their type."""
     if isinstance(value, torch.Tensor):
         return f"a {type(value).__name__} of {value.dtype} {tuple(value.shape)}"
     return f"a {type(value).__name__}"
 
 
 def shown(value: object) -> str:
-    """What somebody passed: a tensor by its dtype and shape, all else as it prints."""
+    """Describe an argument for an error: a tensor by dtype and shape, other values by their `repr`."""
     return described(value) if isinstance(value, torch.Tensor) else repr(value)
 
 
@@ -582,7 +582,7 @@ def check_options(
     out_dtypes: tuple[torch.dtype, ...] = OUT_DTYPES,
     differentiable: bool = False,
 ) -> None:
-    """What every attention is told besides its tensors, which have H query heads on `device`."""
+    """Check the options that every attention has, for tensors with H query heads on `device`."""
     check_flag(scores.causal, "causal")
     check_flag(return_lse, "return_lse")
     for name, check in SCORE_CHECKS.items():

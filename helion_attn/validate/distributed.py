@@ -60,7 +60,7 @@ def check_part(
 
 
 def rope_text(rope: Rope | None) -> str | None:
-    """What ranks must agree on of a rope: tables of as many positions and channels, pairing, which positions."""
+    """Describe the parts of a rope that ranks must share: sizes of its tables, pairing, which positions are given."""
     if rope is None:
         return None
     given = [name for name in ("q_positions", "k_positions") if getattr(rope, name) is not None]
